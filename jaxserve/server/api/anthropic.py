@@ -17,7 +17,7 @@ from jaxserve.server.api.chat import prepare
 from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
-from jaxserve.server.api.streaming import event, json_response, respond
+from jaxserve.server.api.streaming import ResponseFormatter, event, json_response, respond
 from jaxserve.server.schema import anthropic as schema
 from jaxserve.server.schema.decode import read_object
 from jaxserve.server.schema.errors import ApiError
@@ -130,7 +130,7 @@ def _is_whole(call: Call) -> bool:
     return True
 
 
-class MessagesFormatter:
+class MessagesFormatter(ResponseFormatter):
     """Formatter of Anthropic's messages, as one document or as the events of a stream.
 
     Args:
@@ -188,8 +188,8 @@ class MessagesFormatter:
         )
         return _event("message_start", message=message)
 
-    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        return b"".join([self._piece(piece) for part in parts for piece in part.pieces])
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
+        return b"".join([self._piece(piece) for piece in part.pieces])
 
     def _piece(self, piece: AnswerPart) -> bytes:
         if isinstance(piece, CallPart):

@@ -17,11 +17,10 @@ from jaxserve.server.api import conversations
 from jaxserve.server.api.chat_calls import ChatCalls
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
-from jaxserve.server.api.streaming import DONE, event, respond
+from jaxserve.server.api.streaming import ChoiceFormatter, event, respond
 from jaxserve.server.schema import openai
 from jaxserve.server.schema import sampling as sampling_fields
-from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts
+from jaxserve.server.schema.logprobs import ChatLogprobs
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.tools import ToolUse, tool_use
 from jaxserve.settings.compat import endpoint_fields
@@ -147,7 +146,7 @@ def echo_of(body: openai.ChatRequest, role: str) -> Echo:
     return Echo(role, str(conversations.as_template_messages([last])[0]["content"]))
 
 
-class ChatFormatter:
+class ChatFormatter(ChoiceFormatter):
     """Formatter of chat completions, as one document or as the events of a stream.
 
     Args:
@@ -158,20 +157,13 @@ class ChatFormatter:
     def __init__(
         self, body: openai.ChatRequest, tokenizer: Any, answer_id: str, echo: Echo
     ) -> None:
+        self._owes_prompt = body.prompt_logprobs is not None
+        super().__init__(body, tokenizer, answer_id, self._owes_prompt)
         self._body = body
         self._tokenizer = tokenizer
-        self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
-        self._id = answer_id
         self._echo = echo
-        self._ids = bool(body.return_token_ids)
         self._is_older = bool(body.functions)
         self._calls = ChatCalls(body.tools or [])
-        options = body.stream_options
-        self._usage = bool(options and options.include_usage)
-        self._continuous = self._usage and bool(options and options.continuous_usage_stats)
-        self._sent: list[int] = []  # number of tokens sent of each choice
-        self._owes_prompt = body.prompt_logprobs is not None
-        self._held: list[ChoicePart] = []  # parts that wait for the log-probabilities of the prompt
 
     def whole(self, generation: Generation) -> openai.ChatResponse:
         response = openai.ChatResponse(
@@ -185,16 +177,13 @@ class ChatFormatter:
             response.prompt_token_ids = generation.choices[0].prompt_token_ids
         if self._body.return_prompt_text:
             response.prompt_text = self._prompt_text(generation)
-        response.prompt_logprobs = self._of_prompt(generation)
+        width = self._body.prompt_logprobs
+        response.prompt_logprobs = self._of_prompt(generation, generation.choices[0], width)
         response.metrics = generation.timing()
         return response
 
     def _prompt_text(self, generation: Generation) -> str:
         return self._tokenizer.decode(generation.choices[0].prompt_token_ids, False)
-
-    def _of_prompt(self, generation: Generation) -> openai.PromptLogprobs | None:
-        prompt, scores = generation.choices[0].prompt_token_ids, generation.prompt_logprobs[0]
-        return self._texts.prompt(prompt, scores, self._body.prompt_logprobs)
 
     def _logprobs(self, part: ChoicePart | Choice) -> ChatLogprobs | None:
         if not self._body.logprobs:
@@ -219,22 +208,23 @@ class ChatFormatter:
             choice.token_ids = drawn.token_ids
         return choice
 
-    def _chunk(self, generation: Generation, choices: list[openai.ChunkChoice]) -> openai.ChatChunk:
-        chunk = openai.ChatChunk(self._id, generation.created, generation.model.name, choices)
-        if self._continuous:
-            chunk.usage = generation.usage(self._sent)
-        elif self._usage:
-            chunk.usage = None
+    def _response(
+        self, generation: Generation, choices: list[openai.ChunkChoice]
+    ) -> openai.ChatChunk:
+        return openai.ChatChunk(self._id, generation.created, generation.model.name, choices)
+
+    def _event(self, generation: Generation, choices: list[openai.ChunkChoice]) -> openai.ChatChunk:
+        chunk = super()._event(generation, choices)
         if self._owes_prompt and generation.prompt_logprobs[0] is not None:
-            self._owes_prompt, chunk.prompt_logprobs = False, self._of_prompt(generation)
+            width, self._owes_prompt = self._body.prompt_logprobs, False
+            chunk.prompt_logprobs = self._of_prompt(generation, generation.choices[0], width)
         return chunk
 
     def opening(self, generation: Generation) -> bytes:
-        chunks = []
-        self._sent = [0] * len(generation.choices)
+        chunks = [super().opening(generation)]
         for choice in generation.choices:
             delta = openai.ChatDelta(self._echo.role, "")
-            chunk = self._chunk(generation, [openai.ChunkChoice(choice.index, delta)])
+            chunk = self._event(generation, [openai.ChunkChoice(choice.index, delta)])
             chunk.prompt_token_ids = choice.prompt_token_ids if self._ids else None
             if self._body.return_prompt_text:
                 chunk.prompt_text = self._prompt_text(generation)
@@ -243,41 +233,22 @@ class ChatFormatter:
                 repeated = openai.ChunkChoice(
                     choice.index, openai.ChatDelta(content=self._echo.text)
                 )
-                chunks.append(event(self._chunk(generation, [repeated])))
+                chunks.append(event(self._event(generation, [repeated])))
         return b"".join(chunks)
 
-    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        chunks = []
-        if self._owes_prompt and generation.prompt_logprobs[0] is None:
-            self._held += parts
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
+        if not (
+            part.pieces or self._owes_prompt or part.finish_reason or self._ids or part.logprobs
+        ):
             return b""
-        parts, self._held = self._held + parts, []
-        for part in parts:
-            self._sent[part.index] += len(part.token_ids)
-            if not (
-                part.pieces or self._owes_prompt or part.finish_reason or self._ids or part.logprobs
-            ):
-                continue
-            choice = openai.ChunkChoice(part.index, self._calls.delta(part), self._logprobs(part))
-            if part.finish_reason:
-                choice.finish_reason = generation.finish_reason(generation.choices[part.index])
-                choice.stop_reason = part.stop_reason
-            if self._is_older:
-                _make_older(choice)
-            choice.token_ids = part.token_ids if self._ids else None
-            chunks.append(event(self._chunk(generation, [choice])))
-        return b"".join(chunks)
-
-    def closing(self, generation: Generation) -> bytes:
-        if not self._usage:
-            return DONE
-        chunk = self._chunk(generation, [])
-        chunk.usage = generation.usage()
-        chunk.metrics = generation.timing()
-        return event(chunk) + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        return event(error.body()) + DONE
+        choice = openai.ChunkChoice(part.index, self._calls.delta(part), self._logprobs(part))
+        if part.finish_reason:
+            choice.finish_reason = generation.finish_reason(generation.choices[part.index])
+            choice.stop_reason = part.stop_reason
+        if self._is_older:
+            _make_older(choice)
+        choice.token_ids = part.token_ids if self._ids else None
+        return event(self._event(generation, [choice]))
 
 
 def _make_older(choice: openai.ChunkChoice) -> None:

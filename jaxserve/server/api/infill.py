@@ -12,7 +12,7 @@ from starlette.responses import Response
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
-from jaxserve.server.api.streaming import event, respond
+from jaxserve.server.api.streaming import ResponseFormatter, event, respond
 from jaxserve.server.schema import sampling as sampling_fields
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling
@@ -76,7 +76,7 @@ async def infill(http_request: Request) -> Response:
     return await respond(http_request, generation, InfillFormatter(), bool(body.stream))
 
 
-class InfillFormatter:
+class InfillFormatter(ResponseFormatter):
     """Formatter of answers in llama.cpp's form."""
 
     def whole(self, generation: Generation) -> InfillResponse:
@@ -89,12 +89,9 @@ class InfillFormatter:
         counts = len(choice.token_ids), len(choice.prompt_token_ids)
         return InfillResponse(text, generation.model.name, True, *counts, kind, word)
 
-    def opening(self, generation: Generation) -> bytes:
-        return b""
-
-    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        name = generation.model.name
-        return b"".join(event(InfillResponse(p.text, name, False)) for p in parts if p.text)
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
+        response = InfillResponse(part.text, generation.model.name, False)
+        return event(response) if part.text else b""
 
     def closing(self, generation: Generation) -> bytes:
         return event(self._last(generation, generation.choices[0], ""))

@@ -10,7 +10,7 @@ from uuid import uuid4
 import msgspec
 
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
-from jaxserve.server.api.streaming import event
+from jaxserve.server.api.streaming import ResponseFormatter, event
 from jaxserve.server.schema import response_items as items
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.logprobs import TokenLogprob, TokenTexts
@@ -24,7 +24,7 @@ from jaxserve.server.tool_calls.custom_tools import CustomInput
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
-class ResponsesFormatter:
+class ResponsesFormatter(ResponseFormatter):
     """Formatter of response objects, and of the events that build a response.
 
     The items of the output are the pieces of the answer in their order, with and without a stream.
@@ -158,9 +158,6 @@ class ResponsesFormatter:
         events, self._events = self._events, []
         return events
 
-    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        return b"".join([self._part(generation, part) for part in parts])
-
     def _logprobs(self, part: ChoicePart | Choice) -> list[TokenLogprob]:
         return self._texts.chat(part.token_ids, part.logprobs) if self._texts else []
 
@@ -291,25 +288,19 @@ class ResponsesFormatter:
         return self._event("response.failed", response=self.failed(error))
 
     def failed(self, error: ApiError) -> items.ResponsesResponse:
-        """Close the open item as incomplete, and return the response as failed.
-
-        It holds `error` and the output so far. The response must have begun.
-        """
-        assert self._generation is not None
-        response = self.response(self._generation, "failed")
-        self._close("incomplete")
-        response.output = self._items
+        """Return the response as failed, as `cancelled` does, with `error`."""
+        response = self.cancelled("failed")
         code = _CODES.get(error.status, "server_error")
         response.error = {"code": code, "message": error.message}
         return response
 
-    def cancelled(self) -> items.ResponsesResponse:
-        """Close the open item as incomplete, and return the response as cancelled.
+    def cancelled(self, status: str = "cancelled") -> items.ResponsesResponse:
+        """Close the open item as incomplete, and return the response with the output so far.
 
-        It holds the output so far. The response must have begun.
+        The response must have begun.
         """
         assert self._generation is not None
-        response = self.response(self._generation, "cancelled")
+        response = self.response(self._generation, status)
         self._close("incomplete")
         response.output = self._items
         return response

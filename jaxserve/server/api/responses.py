@@ -52,7 +52,7 @@ class _Input:
     def __init__(
         self,
         request: EndpointRequest,
-        body: schema.ResponsesRequest | schema.CountInputRequest,
+        body: schema.CountInputRequest,
         store: ResponseStore,
         conversations: ConversationStore,
         owner: str | None,
@@ -92,7 +92,7 @@ class _Input:
     def _join(
         self,
         store: ConversationStore,
-        body: schema.ResponsesRequest | schema.CountInputRequest,
+        body: schema.CountInputRequest,
         owner: str | None,
         most: int,
     ) -> Conversation | None:
@@ -128,7 +128,7 @@ def _request(http_request: Request) -> EndpointRequest:
 def _input(
     http_request: Request,
     request: EndpointRequest,
-    body: schema.ResponsesRequest | schema.CountInputRequest,
+    body: schema.CountInputRequest,
 ) -> _Input:
     served, owner = http_request.app.state.served, http_request.scope["jaxserve.key"]
     return _Input(request, body, served.responses, served.conversations, owner)

@@ -14,12 +14,11 @@ from jaxserve.server.api import anthropic, chat, completions
 from jaxserve.server.api.conversations import as_tools
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
-from jaxserve.server.api.streaming import DONE, event, json_response, respond
+from jaxserve.server.api.streaming import DONE, ChoiceFormatter, event, json_response, respond
 from jaxserve.server.schema import generate as schema
 from jaxserve.server.schema.anthropic import MessagesRequest
 from jaxserve.server.schema.decode import to_schema
-from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts, rows
+from jaxserve.server.schema.logprobs import ChatLogprobs, rows
 from jaxserve.server.schema.openai import ChatRequest, CompletionRequest
 from jaxserve.server.schema.sampling import check_sizes, form_field, most_tokens, sampling_params
 from jaxserve.settings.checks import exact_int
@@ -117,7 +116,7 @@ async def generate(http_request: Request) -> Response:
     )
 
 
-class GenerateFormatter:
+class GenerateFormatter(ChoiceFormatter):
     """Formatter of completions as token ids, as one document or as the events of a stream.
 
     Args:
@@ -132,11 +131,9 @@ class GenerateFormatter:
         tokenizer: Any,
         settings: CompletionRequest,
     ) -> None:
+        super().__init__(body, tokenizer, request_id)
         self._body = body
-        self._id = request_id
         self._settings = settings
-        self._texts = TokenTexts(tokenizer, False)
-        self._sent: list[int] = []
 
     def _choice(self, part: ChoicePart | Choice) -> schema.GenerateChoice:
         choice = schema.GenerateChoice(part.index, part.token_ids)
@@ -151,48 +148,39 @@ class GenerateFormatter:
             choice.logprobs = _scores(part)
         return choice
 
-    def _response(self, choices: list[schema.GenerateChoice]) -> schema.GenerateResponse:
+    def _response(
+        self, generation: Generation, choices: list[schema.GenerateChoice]
+    ) -> schema.GenerateResponse:
         return schema.GenerateResponse(self._id, choices, self._body.output_mode)
 
     def whole(self, generation: Generation) -> schema.GenerateResponse:
-        response = self._response([self._choice(choice) for choice in generation.choices])
+        choices = [self._choice(choice) for choice in generation.choices]
+        response = self._response(generation, choices)
         response.usage = generation.usage()
         response.model, response.created = generation.model.name, generation.created
-        prompt = generation.choices[0].prompt_token_ids
-        if self._body.return_token_ids:
-            response.prompt_token_ids = prompt
-        scores, width = generation.prompt_logprobs[0], self._settings.prompt_logprobs
-        response.prompt_logprobs = self._texts.prompt(prompt, scores, width)
+        if self._ids:
+            response.prompt_token_ids = generation.choices[0].prompt_token_ids
+        width = self._settings.prompt_logprobs
+        response.prompt_logprobs = self._of_prompt(generation, generation.choices[0], width)
         return response
 
     def opening(self, generation: Generation) -> bytes:
-        self._sent = [0] * len(generation.choices)
-        if not self._body.return_token_ids:
-            return b""
-        response = self._response([])
+        opening = super().opening(generation)
+        if not self._ids:
+            return opening
+        response = self._response(generation, [])
         response.prompt_token_ids = generation.choices[0].prompt_token_ids
-        return event(response)
+        return opening + event(response)
 
-    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        options, events = self._body.stream_options, []
-        for part in parts:
-            self._sent[part.index] += len(part.token_ids)
-            response = self._response([self._choice(part)])
-            if options is not None and options.include_usage and options.continuous_usage_stats:
-                response.usage = generation.usage(self._sent)
-            events.append(event(response))
-        return b"".join(events)
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
+        return event(self._event(generation, [self._choice(part)]))
 
     def closing(self, generation: Generation) -> bytes:
-        options = self._body.stream_options
-        if options is None or not options.include_usage:
+        if not self._usage:
             return DONE
-        response = self._response([])
+        response = self._response(generation, [])
         response.usage = generation.usage()
         return event(response) + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        return event(error.body()) + DONE
 
 
 def _scores(part: ChoicePart | Choice) -> schema.GenerateLogprobs:

@@ -51,14 +51,28 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/responses."""
+class CountInputRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/responses/input_tokens. `truncation` does not change the count."""
 
     model: str | None = None
-    input: str | list[InputItem]
+    input: str | list[InputItem] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: str | ConversationName | None = None
+    text: TextOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+
+class ResponsesRequest(CountInputRequest, kw_only=True):
+    """Body of POST /v1/responses."""
+
+    input: str | list[InputItem]  # type: ignore[assignment]
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
@@ -79,7 +93,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    text: TextOptions | None = None
     structured_outputs: openai.StructuredOutputs | None = None
     json_schema: str | dict[str, Any] | None = None
     include: list[Included] | None = None
@@ -87,38 +100,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    tools: list[ResponseTool] | None = None
-    tool_choice: Choice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: ReasoningOptions | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
     enable_response_messages: bool | None = None
-
-
-class CountInputRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/responses/input_tokens. `truncation` does not change the count."""
-
-    model: str | None = None
-    input: str | list[InputItem] | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    conversation: str | ConversationName | None = None
-    text: TextOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    tools: list[ResponseTool] | None = None
-    tool_choice: Choice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: ReasoningOptions | None = None
-    truncation: Literal["auto", "disabled"] | None = None
 
 
 # Fields with the same name in chat.
@@ -149,7 +137,7 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
         )
 
 
-def items_of(body: ResponsesRequest | CountInputRequest) -> list[InputItem]:
+def items_of(body: CountInputRequest) -> list[InputItem]:
     """Return the input as items.
 
     Raises:
@@ -243,7 +231,7 @@ def _is_partial(items: str | list[InputItem]) -> bool:
     return is_answer and last.status in ("in_progress", "incomplete")
 
 
-def conversation_id(body: ResponsesRequest | CountInputRequest) -> str | None:
+def conversation_id(body: CountInputRequest) -> str | None:
     """Return the id of the conversation of a request, or None."""
     conversation = body.conversation
     return conversation.id if isinstance(conversation, ConversationName) else conversation
