@@ -34,7 +34,9 @@ from jaxserve.start.interrupts import INTERRUPTED
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. It sets `run` to the function of the selected command."""
-    parser = CommandParser(prog="jaxserve", description="An LLM inference engine in JAX.")
+    parser = CommandParser(
+        prog="jaxserve", description="An LLM inference engine in JAX.", allow_abbrev=True
+    )
     parser.add_argument("--version", action="version", version=f"jaxserve {jaxserve.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add_generate(commands.add_parser)

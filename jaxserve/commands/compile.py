@@ -23,7 +23,6 @@ def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve compile`."""
     parser = add_parser(
         "compile",
-        allow_abbrev=False,
         help="build what a start needs ahead of time",
         description="Compile every program that `jaxserve serve` with the same models and engine "
         "options runs, and keep them in the compilation cache. They hold for this machine's kind "

@@ -19,7 +19,6 @@ def add_convert(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve convert`."""
     parser = add_parser(
         "convert",
-        allow_abbrev=False,
         help="write a checkpoint that loads without work",
         description="Read a checkpoint and write its weights as they will be placed, with all that "
         "serving needs, as an Orbax checkpoint. It is read back and compared bit for bit, and the "

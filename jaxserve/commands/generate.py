@@ -37,7 +37,6 @@ def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve generate`."""
     parser = add_parser(
         "generate",
-        allow_abbrev=False,
         help="answer prompts and print the answers",
         description="Answer prompts, all of them in one batch, and print the answers in order. "
         "Where the model has a chat template, each prompt is sent as one user message; "

@@ -45,7 +45,10 @@ ENGINE_FIELDS = [
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports a bad argument in one line, without the whole usage."""
+    """A parser without abbreviations. It reports a bad argument in one line, without the usage."""
+
+    def __init__(self, *words: Any, allow_abbrev: bool = False, **named: Any) -> None:
+        super().__init__(*words, allow_abbrev=allow_abbrev, **named)
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

@@ -254,7 +254,7 @@ def read_file(path: str) -> Iterator[Setting]:
 
 
 def _read(setting: Setting, action: argparse.Action) -> Any:
-    single = _SingleOption(prog=setting.origin, add_help=False, allow_abbrev=False)
+    single = _SingleOption(prog=setting.origin, add_help=False)
     single._add_action(action)
     words = _words(setting, action)
     return getattr(single.parse_args(words), action.dest, None)

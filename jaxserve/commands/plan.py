@@ -37,7 +37,6 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve plan`."""
     parser = add_parser(
         "plan",
-        allow_abbrev=False,
         help="say what fits into a device's memory",
         description="Compute what a start would take of a device's memory and what it would hold, "
         "in each form of the weights; of a model divided over devices (--tensor-parallel-size), "

@@ -25,7 +25,6 @@ def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve run-batch`."""
     parser = add_parser(
         "run-batch",
-        allow_abbrev=False,
         help="answer a batch file of OpenAI's form",
         description="Answer a JSONL file of OpenAI's batch form with a model in this process. "
         "Answers are written as they come; custom_id says which is which. A bad line gets an "

@@ -49,7 +49,6 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve serve`."""
     parser = add_parser(
         "serve",
-        allow_abbrev=False,
         help="answer OpenAI's HTTP API",
         description="Serve models over HTTP, as the OpenAI client and others like it expect.",
     )

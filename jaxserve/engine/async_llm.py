@@ -7,17 +7,16 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 from uuid import uuid4
 
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.delta import Delta, OutputReader
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.metrics import EngineStats, Metric, ValueCounts, metric_values
-from jaxserve.engine.prompts import Prompt, prompt_parts, tokenized
-from jaxserve.engine.request_factory import RequestFactory
+from jaxserve.engine.metrics import EngineStats, Metric, ValueCounts
+from jaxserve.engine.prompts import Prompt
 from jaxserve.engine.stream import LoopDelivery, Stream
-from jaxserve.engine.thread import NOT_PICKLED, EngineThread
+from jaxserve.engine.thread import EngineOwner
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress
 from jaxserve.outputs import CompletionOutput, RequestOutput
@@ -29,7 +28,7 @@ from jaxserve.start.plan.limits import Limits
 T = TypeVar("T")
 
 
-class AsyncLLM:
+class AsyncLLM(EngineOwner):
     """An engine with streams of outputs.
 
     Methods must be called from the event loop, except `stats_now`, `inspect`, `is_alive` and
@@ -39,9 +38,6 @@ class AsyncLLM:
         config: the settings, or a loaded model.
         on_progress: called with the progress of the start.
 
-    Attributes:
-        requests: the factory of requests for `open`. It is thread-safe.
-
     Raises:
         CheckpointError, UnsupportedModel, InvalidRequest: see `start.start.load`.
     """
@@ -49,8 +45,7 @@ class AsyncLLM:
     def __init__(
         self, config: EngineConfig | Loaded, on_progress: OnProgress | None = None
     ) -> None:
-        self._thread = EngineThread(config, on_progress)
-        self.requests: RequestFactory = self._thread.engine.requests
+        super().__init__(config, on_progress)
         # The engine's request ids by the caller's.
         self._internal: dict[str, str] = {}
         self._delivery: LoopDelivery | None = None
@@ -84,12 +79,10 @@ class AsyncLLM:
             InvalidRequest: the request is invalid. It has not been started.
             EngineClosed, EngineDead: the engine has ended.
         """
-        text, body, prompt_salt = prompt_parts(prompt)
-        salt = cache_salt if prompt_salt is None else prompt_salt
         self._thread.check_open()
-        longest = self.limits.max_model_len
-        body = tokenized(body, tokenization_kwargs, self.get_tokenizer(), longest)
-        request = self.requests.make(body, sampling_params, priority=priority, cache_salt=salt)
+        request, text = self._request_of(
+            prompt, sampling_params, priority, cache_salt, tokenization_kwargs
+        )
         # A plain number could collide with an id of the caller.
         name = f"request-{uuid4().hex}" if request_id is None else request_id
         if name in self._internal:
@@ -160,12 +153,7 @@ class AsyncLLM:
         Raises:
             EngineClosed, EngineDead: the engine has ended.
         """
-        engine, name = self._thread.engine, str(self.config.model)
-
-        def read() -> list[Metric]:
-            return metric_values(engine.stats(), engine.step_tokens, name)
-
-        return await asyncio.to_thread(self._thread.call, read)
+        return await asyncio.to_thread(self._metrics)
 
     def abort_waiting(self, request_id: str, error: str) -> None:
         """Abort an opened request that still waits for its first slot.
@@ -257,27 +245,6 @@ class AsyncLLM:
     def max_new_tokens(self) -> int | None:
         """The length of an answer in the checkpoint's generation configuration, or None."""
         return self._thread.engine.loaded.max_new_tokens
-
-    @property
-    def recommends_sampling(self) -> bool:
-        """Whether the checkpoint recommends sampling parameters."""
-        return self._thread.engine.loaded.recommends_sampling
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of requests without any, from the checkpoint."""
-        return self._thread.engine.loaded.default_sampling
-
-    def get_tokenizer(self) -> Any:
-        """Return the tokenizer, or None with skip_tokenizer_init."""
-        return self._thread.engine.tokenizer
-
-    def __reduce__(self) -> NoReturn:
-        """Raise TypeError: an engine cannot be pickled."""
-        raise TypeError(NOT_PICKLED.format("AsyncLLM"))
-
-    def close(self) -> None:
-        """Abort all requests and free the device. Idempotent."""
-        self._thread.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from jaxserve.engine import prompts as prompt_forms
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.batch import RequestBatch
 from jaxserve.engine.beam_search import BeamSearch, run_searches, step_settings
-from jaxserve.engine.metrics import EngineStats, Metric, metric_values
-from jaxserve.engine.thread import NOT_PICKLED, EngineThread, report_start
+from jaxserve.engine.metrics import EngineStats, Metric
+from jaxserve.engine.thread import EngineOwner, report_start
 from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import BeamSearchOutput, RequestOutput
 from jaxserve.request import BeamSearchParams, Request, SamplingParams
@@ -28,7 +28,7 @@ from jaxserve.text.messages import plain_messages
 from jaxserve.text.tokenizer import NO_TEMPLATE
 
 
-class LLM:
+class LLM(EngineOwner):
     """An engine for offline use. Close it, or use it as a context manager.
 
     It also closes when it is garbage-collected and at the exit of the program. Several threads can
@@ -48,8 +48,7 @@ class LLM:
     def __init__(self, model: str | Path | Loaded | None = None, **settings: Any) -> None:
         settings = served(settings, EngineConfig.__dataclass_fields__)
         parts = model if isinstance(model, Loaded) else EngineConfig(model=model, **settings)
-        self._thread = EngineThread(parts, report_start(model))
-        self._requests = self._thread.engine.requests
+        super().__init__(parts, report_start(model))
         self._lock = threading.Lock()
         self._queued: list[RequestBatch] = []
         weakref.finalize(self, self._thread.close).atexit = False
@@ -112,18 +111,11 @@ class LLM:
         settings = prompt_forms.one_each(sampling_params, len(many), "sampling_params")
         ranks = prompt_forms.one_each(priority, len(many), "priority")
         self._thread.check_open()
-        engine = self._thread.engine
-        texts: list[str | None] = []
-        requests: list[Request] = []
-        for prompt, params, rank in zip(many, settings, ranks, strict=True):
-            text, body, prompt_salt = prompt_forms.prompt_parts(prompt)
-            texts.append(text)
-            salt = cache_salt if prompt_salt is None else prompt_salt
-            body = prompt_forms.tokenized(
-                body, tokenization_kwargs, engine.tokenizer, engine.limits.max_model_len
-            )
-            requests.append(self._requests.make(body, params, priority=rank or 0, cache_salt=salt))
-        return requests, texts
+        pairs = [
+            self._request_of(prompt, params, rank or 0, cache_salt, tokenization_kwargs)
+            for prompt, params, rank in zip(many, settings, ranks, strict=True)
+        ]
+        return [request for request, _ in pairs], [text for _, text in pairs]
 
     def chat(
         self,
@@ -294,19 +286,6 @@ class LLM:
             run_searches(searches[start : start + count], step, self.generate)
         return [search.output(engine.tokenizer) for search in searches]
 
-    def get_tokenizer(self) -> Any:
-        """Return the tokenizer, or None with skip_tokenizer_init."""
-        return self._thread.engine.tokenizer
-
-    @property
-    def recommends_sampling(self) -> bool:
-        """Whether the checkpoint recommends sampling parameters."""
-        return self._thread.engine.loaded.recommends_sampling
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters that `generate` uses by default, from the checkpoint."""
-        return self._thread.engine.loaded.default_sampling
-
     def stats(self) -> EngineStats:
         """Return the engine's statistics between two steps.
 
@@ -321,9 +300,7 @@ class LLM:
         Raises:
             EngineClosed, EngineDead: the engine has ended.
         """
-        engine = self._thread.engine
-        name = str(engine.config.model)
-        return self._thread.call(lambda: metric_values(engine.stats(), engine.step_tokens, name))
+        return self._metrics()
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -348,14 +325,6 @@ class LLM:
             EngineClosed, EngineDead: the engine has ended.
         """
         self._thread.call(self._thread.engine.scheduler.check)
-
-    def __reduce__(self) -> NoReturn:
-        """Raise TypeError: an engine cannot be pickled."""
-        raise TypeError(NOT_PICKLED.format("LLM"))
-
-    def close(self) -> None:
-        """Abort all requests and free the device. Idempotent."""
-        self._thread.close()
 
     def __enter__(self) -> Self:
         return self

@@ -44,7 +44,6 @@ def add_bench(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve bench`."""
     parser = add_parser(
         "bench",
-        allow_abbrev=False,
         help="measure a server, or an engine's throughput, latency and starts",
         description="Measure a server, or an engine. Names, tables and files are those of "
         "`vllm bench`.",
@@ -135,7 +134,6 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
 def _add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add_parser(
         "serve",
-        allow_abbrev=False,
         help="load on a running server",
         description="Send requests to a server with OpenAI's API, and report its speed.",
     )
@@ -207,7 +205,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_throughput(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add_parser(
         "throughput",
-        allow_abbrev=False,
         help="answer many prompts at once",
         description="Load a model, answer all prompts at once, and report tokens a second.",
     )
@@ -223,7 +220,6 @@ def _add_throughput(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 def _add_latency(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add_parser(
         "latency",
-        allow_abbrev=False,
         help="answer a batch, over and over",
         description="Load a model, answer the same batch over and over, and report seconds.",
     )
@@ -240,7 +236,6 @@ def _add_latency(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 def _add_startup(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add_parser(
         "startup",
-        allow_abbrev=False,
         help="start an engine, cold and warm",
         description="Start an engine in processes of its own, with no programs kept and with those "
         "of an earlier start, and report seconds.",
