@@ -85,9 +85,6 @@ def _compile_for_card(arguments: argparse.Namespace) -> int:
 
     Returns:
         0, or 1 if the compilation cache has no folder.
-
-    Raises:
-        CommandError: the card, the model or JAX's plugin is missing, or a setting is wrong.
     """
     output = StartOutput(sys.stderr)
     try:

@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Container, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxserve.commands.argument_types import json_object
 from jaxserve.errors import InvalidRequest
@@ -42,16 +42,6 @@ SHORT = {
 ENGINE_FIELDS = [
     field.name for field in dataclasses.fields(EngineConfig) if field.name not in ("model", "seed")
 ]
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser without abbreviations. It reports a bad argument in one line, without the usage."""
-
-    def __init__(self, *words: Any, allow_abbrev: bool = False, **named: Any) -> None:
-        super().__init__(*words, allow_abbrev=allow_abbrev, **named)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 class CommandError(Exception):

@@ -16,11 +16,22 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from jaxserve.commands.options import CommandError, Entries, OneLineParser, Switch, declare_unserved
+from jaxserve.commands.options import BAD_INPUT, CommandError, Entries, Switch, declare_unserved
 from jaxserve.fleet.options import FleetConfig
 from jaxserve.request import SamplingParams
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import VARIABLE_PREFIX, EngineConfig, environment_settings
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser without abbreviations. It reports a bad argument in one line, without the usage."""
+
+    def __init__(self, *words: Any, allow_abbrev: bool = False, **named: Any) -> None:
+        super().__init__(*words, allow_abbrev=allow_abbrev, **named)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
 
 MAX_FILE_BYTES = 1 << 20
 # Options that most users need. `--help` of a command with many options shows them first.

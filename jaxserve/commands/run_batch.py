@@ -71,11 +71,7 @@ def _check_input(source: Path) -> None:
 
 
 def _check_output(sink: Path, source: Path) -> None:
-    """Check that the output can be written, without changing the file.
-
-    Raises:
-        CommandError: the file cannot be written, or it is the input.
-    """
+    """Check that the output can be written, without changing the file."""
     is_there = sink.exists()
     if is_there and source.is_file() and sink.samefile(source):
         raise options.CommandError("--output-file: the output would overwrite the input")

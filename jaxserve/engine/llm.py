@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -15,8 +16,9 @@ from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.batch import RequestBatch
 from jaxserve.engine.beam_search import BeamSearch, run_searches, step_settings
 from jaxserve.engine.metrics import EngineStats, Metric
-from jaxserve.engine.thread import EngineOwner, report_start
+from jaxserve.engine.thread import EngineOwner
 from jaxserve.errors import InvalidRequest
+from jaxserve.execution.runner import OnProgress
 from jaxserve.outputs import BeamSearchOutput, RequestOutput
 from jaxserve.request import BeamSearchParams, Request, SamplingParams
 from jaxserve.settings.checks import exact_int
@@ -336,3 +338,16 @@ class LLM(EngineOwner):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def report_start(model: object) -> OnProgress:
+    """Return a callback that writes one line to standard error when the model's files are read."""
+    name = "the bundled model" if model is None else model
+    stages: set[str] = set()
+
+    def report(stage: str, done: int, total: int) -> None:
+        if not stages:
+            print(f"jaxserve: loading {name} and compiling its programs", file=sys.stderr)
+        stages.add(stage)
+
+    return report

@@ -243,11 +243,7 @@ def _check_tokens_are_left(
     stop_token_ids: tuple[int, ...],
     vocab_size: int,
 ) -> None:
-    """Check that token ids are in the vocabulary, and that the first token is not fully excluded.
-
-    Raises:
-        InvalidRequest: a check fails. The message names the field.
-    """
+    """Check that token ids are in the vocabulary, and that a first token is left."""
     for token in sampling.logit_bias or ():
         exact_int(token, "logit_bias: a token id", 0, vocab_size - 1, "logit_bias")
     allowed = sampling.allowed_token_ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -31,19 +30,6 @@ _log = logging.getLogger(__name__)
 # Idle seconds after which memory is returned to the system. A shorter time would delay the next
 # answer of a conversation by a few milliseconds.
 _REST_SECONDS = 10.0
-
-
-def report_start(model: object) -> OnProgress:
-    """Return a callback that writes one line to standard error when the model's files are read."""
-    name = "the bundled model" if model is None else model
-    stages: set[str] = set()
-
-    def report(stage: str, done: int, total: int) -> None:
-        if not stages:
-            print(f"jaxserve: loading {name} and compiling its programs", file=sys.stderr)
-        stages.add(stage)
-
-    return report
 
 
 class EngineThread:

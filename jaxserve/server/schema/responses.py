@@ -257,12 +257,10 @@ def _append(messages: list[openai.ChatMessage], item: InputItem) -> None:
     elif kind in ("function_call", "custom_tool_call"):
         if item.name is None or item.call_id is None:
             raise InvalidRequest(f"input: a {kind} needs name and call_id", "input")
-        arguments = item.arguments
-        if kind == "custom_tool_call":
-            arguments = custom_arguments(item.input)
-        function = openai.FunctionCall(
-            name=flat_name(item.namespace, item.name), arguments=arguments
-        )
+        is_custom = kind == "custom_tool_call"
+        arguments = custom_arguments(item.input) if is_custom else item.arguments
+        name = flat_name(item.namespace, item.name)
+        function = openai.FunctionCall(name=name, arguments=arguments)
         call = openai.ToolCall(id=item.call_id, function=function)
         if not messages or messages[-1].role != "assistant":
             messages.append(openai.ChatMessage(role="assistant", content=""))

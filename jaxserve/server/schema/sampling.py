@@ -117,11 +117,7 @@ def form_field(request: Sampling) -> str:
 
 
 def _form(request: Sampling) -> StructuredOutputsParams | None:
-    """Return the output format, given in vLLM's current or older fields, or in OpenAI's.
-
-    Raises:
-        InvalidRequest: the message names the field.
-    """
+    """Return the output format, given in vLLM's current or older fields, or in OpenAI's."""
     outputs, form = request.structured_outputs, request.response_format
     if form is not None and form.type == "text":
         answer_schema(form)  # refuses a schema

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import hmac
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
@@ -129,10 +129,8 @@ class ServedModel:
         if requested == NO_BOUND:
             limit = None
         elif requested is not None and requested < 1:
-            name = "max_tokens"
-            raise InvalidRequest(
-                f"{name} must be at least 1, or -1 for no bound, got {requested}", name
-            )
+            message = f"max_tokens must be at least 1, or -1 for no bound, got {requested}"
+            raise InvalidRequest(message, "max_tokens")
         limits = [most for most in (limit, self.most_tokens) if most is not None]
         return min(limits, default=None)
 
@@ -159,8 +157,7 @@ class ServedModel:
         """
         if not text:
             raise InvalidRequest("prompt is empty; it needs at least one token", "prompt")
-        tokenizer = self.tokenizer()
-        encode = tokenizer.encode
+        encode = self.tokenizer().encode
         self.check_length(len(text), "prompt")
         if len(text) <= INLINE_CHARS:
             return encode(text, add_special_tokens)
@@ -269,9 +266,7 @@ class ServedModel:
             )
 
     def salted(self, request: Request, api_key: str | None) -> Request:
-        """Return a request with a salt that separates its prefixes in the cache from other
-        API keys.
-        """
+        """Return a request with a salt that separates prefixes of API keys in the cache."""
         if self._is_behind:
             request = replace(request, priority=LAST_PRIORITY)
         if api_key is None or self.config.share_prefix_cache:
@@ -289,9 +284,7 @@ class Models:
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
         self.all = list(models)
-        self._by_name: Mapping[str, ServedModel] = {
-            name: model for model in self.all for name in model.names
-        }
+        self._by_name = {name: model for model in self.all for name in model.names}
 
     def close(self) -> None:
         """End all requests, and free the device."""
@@ -306,9 +299,7 @@ class Models:
         """
         if name is None:
             return self.all[0]
-        model = self._by_name.get(name)
-        if model is None:
-            raise ApiError(
-                404, f"The model `{name[:100]}` does not exist.", "model", "model_not_found"
-            )
-        return model
+        if name not in self._by_name:
+            message = f"The model `{name[:100]}` does not exist."
+            raise ApiError(404, message, "model", "model_not_found")
+        return self._by_name[name]

@@ -136,11 +136,7 @@ class BraceReader(literals.Cursor):
         self._context.layout.note(place, text)
 
     def _string(self) -> str:
-        """Consume a string and its end marker, after its opening marker. Return the string.
-
-        Raises:
-            ValueError: the end of the string is missing or ambiguous.
-        """
+        """Consume a string and its end marker, after its opening marker. Return the string."""
         start, depth, ends = self._position, 0, list[int]()
         for match in self._marks.finditer(self._text, start):
             if match[0] != self._quote:
