@@ -31,7 +31,7 @@ def _conversation(request: Request) -> Conversation:
 def _add(
     request: EndpointRequest, conversation: Conversation, items: list[response_items.InputItem]
 ) -> list[dict[str, Any]]:
-    """Add a client's items to a conversation, and return them in the form in which they are listed."""
+    """Add a client's items to a conversation, and return them in their listed form."""
     if len(items) > MAX_ADDED:
         raise InvalidRequest(f"items takes at most {MAX_ADDED} items at once", "items")
     check_served(items, "items")
