@@ -39,11 +39,6 @@ def batch_config(**settings: Any) -> ServerConfig:
 class FileRun:
     """The answering of a batch file, which writes each answer when it is complete.
 
-    Args:
-        client: sends requests to the application.
-        sink: file for the answers.
-        at_once: number of lines in progress at once.
-
     Attributes:
         num_done: number of answered lines, failed ones included.
         num_failed: number of lines whose request failed.

@@ -40,10 +40,6 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or an interrupt.
 
-    Args:
-        listener: from `listener.bind`.
-        is_verbose: report all parts of the start.
-
     Returns:
         The exit status: 0 after an orderly end, 1 if an engine failed.
 

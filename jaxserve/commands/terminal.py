@@ -47,7 +47,6 @@ class Remote:
         url: address of the server, with or without `/v1`.
         model: name of the model. The default is the first one that the server lists.
         api_key: key for the server, sent as a bearer token.
-        options: fields of every request, such as max_tokens.
         draws_as_chat: use the sampling settings for chats in the model's card, which servers of
             jaxserve have.
 

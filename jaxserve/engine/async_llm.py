@@ -156,12 +156,7 @@ class AsyncLLM(EngineOwner):
         return await asyncio.to_thread(self._metrics)
 
     def abort_waiting(self, request_id: str, error: str) -> None:
-        """Abort an opened request that still waits for its first slot.
-
-        Args:
-            request_id: the id from `requests.make`.
-            error: the error of its last output.
-        """
+        """Abort an opened request that still waits for its first slot."""
         self._thread.abort_waiting(request_id, error)
 
     async def stats(self) -> EngineStats:

@@ -21,7 +21,6 @@ class RequestBatch:
     """Requests that are served together. The constructor starts them.
 
     Args:
-        requests: requests from the engine's factory.
         texts: the text of each prompt, or None for token ids.
 
     Raises:
@@ -66,9 +65,6 @@ class RequestBatch:
         """Wait until all requests have ended, and return their outputs.
 
         If the wait ends with an exception, such as KeyboardInterrupt, the requests are aborted.
-
-        Args:
-            use_tqdm: whether to show a progress bar.
 
         Raises:
             EngineDead: the engine ended first.

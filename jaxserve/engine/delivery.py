@@ -76,9 +76,6 @@ class LiveSequence:
         """Return the reason why no token could be sampled, after the sequence has ended.
 
         Either the request excludes all tokens, or the logits were not finite.
-
-        Args:
-            vocab_size: the width of the logits.
         """
         drawn = self.sequence.output_token_ids()
         if allowed_tokens(self.sequence, drawn, vocab_size).any():
@@ -100,8 +97,6 @@ class Delivery:
 
     Args:
         scheduler: the scheduler, in which a sequence is finished when its text ends it.
-        recovery: the recovery, which drops its record of a finished sequence.
-        scores: the log-probabilities that the host computes.
     """
 
     def __init__(

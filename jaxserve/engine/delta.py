@@ -52,7 +52,6 @@ def logprob_dicts(
     """Return for each token a dict of Logprobs by token id: the token, then its alternatives.
 
     Args:
-        scores: the log-probabilities of the tokens and of their alternatives.
         token_ids: one token per row of `scores`.
         decode: returns the text of a token, or None.
     """

@@ -152,7 +152,6 @@ class Engine:
         """Abort a request, and send its last deltas.
 
         Args:
-            error: the error of the deltas, or None.
             waiting_only: whether to abort only a request that has never had a slot.
 
         Returns:
@@ -273,9 +272,6 @@ class Engine:
 
     def _recover(self, error: Exception, plans: list[LaunchPlan]) -> None:
         """Recover from a failed step, with which the cache is lost: preempt all sequences.
-
-        Args:
-            plans: the plans of the steps that may have caused it.
 
         Raises:
             EngineDead: the engine has several hosts, whose states may differ now.

@@ -48,7 +48,6 @@ class EventPublisher:
     the last `buffer_steps` messages that were sent.
 
     Args:
-        block_size: tokens per page.
         window: the attention window if all layers have the same, otherwise None.
 
     Attributes:
@@ -94,13 +93,7 @@ class EventPublisher:
             thread.start()
 
     def _open(self, kind: int, field: str, most: int) -> tuple[Any, str]:
-        """Open a socket, and return it with its endpoint.
-
-        Args:
-            kind: zmq.PUB or zmq.ROUTER.
-            field: the field of the configuration with the endpoint.
-            most: the most queued messages per peer.
-        """
+        """Open a socket, and return it with its endpoint."""
         endpoint: str = getattr(self._config, field)
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, most)

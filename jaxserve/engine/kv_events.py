@@ -75,7 +75,6 @@ def events_of(change: Change, block_size: int, window: int | None) -> Iterator[E
     """Yield the events of a change of the prefix cache.
 
     Args:
-        block_size: tokens per page.
         window: the attention window if all layers have the same, otherwise None.
     """
     if isinstance(change, StoredPages):

@@ -131,9 +131,6 @@ def as_list(prompts: Any) -> list[Any]:
 def one_each(value: Any, count: int, name: str) -> list[Any]:
     """Return a list with one value per prompt.
 
-    Args:
-        value: one value for all prompts, or a list.
-
     Raises:
         InvalidRequest: the list has another length.
     """
@@ -151,7 +148,6 @@ def truncated(
 
     Args:
         keep: the number of tokens, None for all, or -1 for max_model_len - 1.
-        max_model_len: the length limit of the engine.
         side: the side that is cut off: "left" (default) or "right".
 
     Raises:
@@ -193,7 +189,6 @@ def tokenized(
     Args:
         prompt: text or token ids. It is returned unchanged without options.
         options: add_special_tokens, truncate_prompt_tokens and truncation_side.
-        longest: the engine's max_model_len.
 
     Raises:
         InvalidRequest: an option is unknown or out of range. The message names it.

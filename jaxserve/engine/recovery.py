@@ -97,9 +97,6 @@ class Recovery:
     def has_failed(self, plans: list[LaunchPlan]) -> list[Sequence]:
         """Record a failure, and preempt all sequences.
 
-        Args:
-            plans: the plans of the steps that may have failed.
-
         Returns:
             The sequences that must end with an error.
         """

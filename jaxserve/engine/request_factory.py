@@ -37,7 +37,6 @@ class RequestFactory:
     Args:
         tokenizer: encodes prompts and bad_words. None if all prompts are token ids.
         grammars: compiles structured_outputs. None without a tokenizer.
-        default_sampling: the parameters of requests without any.
     """
 
     def __init__(

@@ -24,7 +24,6 @@ class Stream:
 
     Args:
         delivery: transfers the deltas to this event loop.
-        requests: requests from the engine's factory.
         max_unread: the most unread tokens before the requests are paused, or None for no limit.
 
     Attributes:

@@ -91,9 +91,6 @@ def make_application(
 ) -> serve.Application:
     """Return the application for `serve.run`. Ray must be running.
 
-    Args:
-        fleet: number, place and resources of replicas.
-
     Raises:
         InvalidRequest: a setting is not supported with replicas, or the cluster lacks resources.
     """

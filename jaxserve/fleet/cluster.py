@@ -46,7 +46,6 @@ def serve_fleet(
 
     Args:
         config: settings of the server of each replica. Host and port are of the fleet.
-        fleet: number and place of replicas.
         say: called with lines about the start.
         check: raises an exception if a signal arrived during the start.
 

@@ -91,11 +91,7 @@ class FleetConfig:
             exact_int(scaling.get(name, 1), f"autoscaling_config.{name}", 0, MAX_REPLICAS)
 
     def is_fleet(self, nnodes: int = 1) -> bool:
-        """Return whether these settings need Ray Serve.
-
-        Args:
-            nnodes: number of hosts of an engine.
-        """
+        """Return whether these settings need Ray Serve."""
         return (
             self.data_parallel_size > 1
             or (nnodes > 1 and self.data_parallel_backend == "ray")
@@ -116,8 +112,6 @@ def resources_of(
 
     Args:
         total: resources of the cluster, by Ray's names.
-        devices: number of devices of a replica's model, on all of its hosts.
-        nnodes: number of hosts of a replica.
 
     Raises:
         InvalidRequest: the cluster has too few resources, or a host has fewer GPUs than devices.

@@ -100,7 +100,6 @@ def _of_rank(spec: ModelSpec, keys: Path, hosts: Path | None, ranks_before: int)
     """Return the specification of a model for one replica.
 
     Args:
-        keys: file with the secret of the fleet.
         hosts: file with the secret of the replica's hosts, or None.
         ranks_before: number of engines in replicas with a smaller rank.
     """

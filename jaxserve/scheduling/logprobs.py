@@ -141,10 +141,8 @@ class PromptLogprobs:
     They survive preemption. Chunks that are computed again are written again, with equal values.
 
     Args:
-        width: the number of alternatives per token.
         by_host: whether the host computes them: the device has too little room for the
             alternatives, or logits were requested.
-        as_logits: whether the values are logits.
     """
 
     def __init__(

@@ -45,8 +45,6 @@ class PageKeys:
     shares pages between engines must identify the model itself.
 
     Args:
-        max_tokens: the length of the longest sequence.
-        page_size: tokens per page.
         secret: at least SECRET_BYTES bytes, or None for a random secret of this process.
     """
 

@@ -245,8 +245,6 @@ def most_pages(length: int, page_size: int, window: int | None, chunk: int) -> i
     been submitted already, so a sequence holds two chunks in addition to the window.
 
     Args:
-        length: tokens of the sequence.
-        page_size: tokens per page.
         window: the positions that a token attends to, including its own. None for all.
         chunk: the most tokens of the sequence that a step computes.
     """

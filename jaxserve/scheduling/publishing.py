@@ -53,9 +53,7 @@ class Publisher:
         """Record the tokens of a launch as committed, and publish the pages that are due.
 
         Args:
-            plan: the plan of the launch, whose results have been read.
             valid: bool[R], the rows that still belong to their sequence and had finite logits.
-            ending: the slots of the sequences that end with this launch.
         """
         table = self.slots
         ends = plan.ends

@@ -88,8 +88,5 @@ def chat_sampling(is_recommended: bool, config: EngineConfig) -> dict[str, float
 
     The result is empty if the checkpoint recommends parameters, or if the user chose the API's
     defaults with generation_config="vllm".
-
-    Args:
-        is_recommended: whether the checkpoint recommends sampling parameters.
     """
     return {} if is_recommended or config.generation_config == "vllm" else CHAT_SAMPLING

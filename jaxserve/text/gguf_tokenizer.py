@@ -55,9 +55,6 @@ def gguf_tokenizer(
 ) -> PlainTokenizer:
     """Return the tokenizer described by the metadata of a GGUF file.
 
-    Args:
-        where: name of the file in errors.
-
     Raises:
         CheckpointError: the tokenizer is missing, of an unknown kind, or inconsistent.
     """

@@ -214,11 +214,7 @@ _NAMED = ("eos", "eot", "eom", *_CODE_ENDS)
 
 
 def end_texts(types: Mapping[str, int]) -> set[str]:
-    """Return the texts in a vocabulary that end an answer regardless of the metadata.
-
-    Args:
-        types: token types by text.
-    """
+    """Return the texts in a vocabulary that end an answer regardless of the metadata."""
     ends = set(TEXTS.intersection(types))
     if ends & {"<|call|>", "<|calls|>"} and ends & {"<|return|>", "<|flush|>"}:
         ends.discard("<|end|>")  # ends only a part of an answer

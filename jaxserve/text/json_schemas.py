@@ -98,9 +98,7 @@ def enforceable(
     Malformed and unsupported keywords are removed and logged. Names and types of properties remain.
 
     Args:
-        is_strict: True if a keyword that cannot be enforced is an error.
         owner: name of the schema's owner in the log.
-        problem: function that returns the error of compiling a schema.
 
     Raises:
         UnenforceableSchema: the schema is strict, and a keyword cannot be enforced.

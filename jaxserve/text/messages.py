@@ -195,7 +195,6 @@ def find_form(
     """Return the form of content with which a template shows most of the test messages.
 
     Args:
-        render: function that renders a conversation or raises.
         content_format: "string" or "openai" for a fixed form, "auto" to detect it.
         roles: other roles that the template may use in place of "user".
 

@@ -58,7 +58,6 @@ def structural_tag_grammar(
 
     Args:
         tag: {"type": "structural_tag", "format": ...}, or the older {"structures", "triggers"}.
-        specials: ids of special tokens by text.
         schema_rule: function that returns the right side of a rule for a JSON schema. Its second
             argument is the maximum length of white space, None for the default.
         grammar_rule: function that returns the right side of a rule for a grammar.

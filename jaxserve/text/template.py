@@ -68,7 +68,6 @@ class ChatTemplate:
 
         Args:
             variables: plain values. The template cannot change them.
-            seconds: limit on CPU time.
 
         Raises:
             TemplateTooLong: the time or the output limit was exceeded.
@@ -170,7 +169,6 @@ def read_templates(
 
     Args:
         tokenizer: tokenizer of Transformers, or an object with the same methods.
-        where: path that errors name.
         fit: function that sets the form of content that a template expects.
 
     Raises:

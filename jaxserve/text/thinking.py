@@ -47,7 +47,6 @@ class ThinkingConstraint:
 
     Args:
         budget: maximum thinking tokens, None for no limit.
-        inner: constraint on the text after the thoughts, None for free text.
         ends: token ids that end a sequence, which thoughts must not contain if `inner` must follow.
         ahead: number of tokens that may be sampled before the host has seen the newest one. When
             the budget is that close to its end, each step waits for the token before it.

@@ -264,7 +264,6 @@ class Tokenizer:
 
         Args:
             seconds: limit on the CPU time of the template.
-            chat_template: template to use, the model's own by default.
             options: further template variables, such as tools.
 
         Raises:

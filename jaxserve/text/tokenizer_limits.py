@@ -133,9 +133,6 @@ def _texts_of(config: dict[str, Any]) -> Iterator[str]:
 def _check_tokenizer(raw: bytes, most: int) -> bool:
     """Check the content of a tokenizer.json. Return whether a text may make the library panic.
 
-    Args:
-        most: maximum number of words.
-
     Raises:
         CheckpointError: a size exceeds its limit. The message does not name the file.
         ValueError, RecursionError: the content is not JSON.

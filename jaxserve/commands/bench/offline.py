@@ -36,9 +36,6 @@ PERCENTAGES = (10, 25, 50, 75, 90, 99)
 def open_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[tuple[LLM, Loaded]]:
     """Yield an engine with the settings of the command line.
 
-    Args:
-        defaults: settings that the command line may replace.
-
     Raises:
         CommandError: a setting is wrong, or the model cannot be loaded.
     """

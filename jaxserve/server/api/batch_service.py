@@ -50,7 +50,6 @@ class InnerClient:
         """Return the answer to a line of a batch. Errors become answers with their status.
 
         Args:
-            line: path and body of the request.
             owner: digest of the API key of the batch, or None.
         """
         request_id, renamed = uuid4().hex, {}

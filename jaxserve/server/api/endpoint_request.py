@@ -73,7 +73,6 @@ class EndpointRequest:
         """Decode the body and convert it to a schema.
 
         Args:
-            schema: a Struct type.
             unsupported: fields that only other endpoints serve, with their neutral values, from
                 `compat.endpoint_fields`.
             prepare: called with the decoded body, which it may change, before types are checked.
@@ -112,8 +111,6 @@ class EndpointRequest:
         """Refuse fields that are not supported. Log unknown fields, or refuse them with `strict`.
 
         Args:
-            fields: a request's fields, or the fields of an object in it.
-            served: names of the supported fields.
             place: the name of the object's own field, for error messages.
 
         Raises:
@@ -140,7 +137,6 @@ class EndpointRequest:
 
         Args:
             kind: prefix of the id, or None.
-            request_id: the body's field.
 
         Raises:
             InvalidRequest: request_id is too long, or has characters that a header cannot hold.

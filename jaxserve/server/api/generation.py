@@ -126,11 +126,7 @@ class Generation:
         self._trace: RequestTrace | None = None
 
     def follow(self, headers: Mapping[str, str], request_id: str) -> None:
-        """Trace the completions, if the server has a collector of traces.
-
-        Args:
-            headers: headers of the HTTP request, which may name a parent trace.
-        """
+        """Trace the completions, if the server has a collector of traces."""
         if self.model.tracer is not None:
             self._trace = RequestTrace(self.model, headers, request_id)
 

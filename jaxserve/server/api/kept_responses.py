@@ -33,7 +33,6 @@ async def draw(
 
     Args:
         generation: the generation, which has been entered. It is left at the end.
-        formatter: formatter of the response. Its events go to `turn`.
         turn: receives the events, the status and the response.
         renamed: maps the engine's field names to the API's, for error messages.
     """

@@ -197,9 +197,6 @@ def _families(
     """Yield a metric under jaxserve's name, and under vLLM's name too unless `is_own` is set.
 
     Args:
-        kind: class of the metric, such as GaugeMetricFamily.
-        samples: pairs of the labels' values and the metric's value.
-        label: a label besides model and engine, or None.
         is_own: whether vLLM has no such metric.
     """
     labels = _LABELS if label is None else [*_LABELS, label]

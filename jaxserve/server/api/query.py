@@ -66,13 +66,9 @@ class Query:
         most: int = MAX_LIMIT,
         default: int = DEFAULT_LIMIT,
     ) -> tuple[list[T], str | None, str | None, bool]:
-        """Return the page of a list that the arguments limit, order and after choose.
+        """Return the page of a list, oldest first, that limit, order and after choose.
 
-        Args:
-            entries: the whole list, oldest first.
-            order: "asc" or "desc", the default of the argument.
-            most: largest value of limit.
-            default: default of limit.
+        `order`, `default` and `most` are the default of order, and the default and maximum of limit.
 
         Returns:
             The entries of the page, the ids of the first and the last of them (None for an empty

@@ -30,7 +30,6 @@ class ResponsesFormatter(ResponseFormatter):
     The items of the output are the pieces of the answer in their order, with and without a stream.
 
     Args:
-        tokenizer: spells tokens in log-probabilities.
         on_end: called with the complete response.
     """
 

@@ -122,7 +122,6 @@ async def read_form(request: Request, upload: Upload, seconds: float) -> Form:
 
     Args:
         request: the HTTP request, whose body is unread.
-        upload: receives the bytes of the file.
         seconds: time limit, to which the time of the file's bytes at MIN_RATE is added.
 
     Raises:

@@ -177,7 +177,6 @@ class App:
     An endpoint finds this object as `request.app.state.served`.
 
     Args:
-        more_routes: routes besides the API's, such as pages.
         open_paths: paths that need no API key, besides the paths of the health checks.
         files: the store of uploaded files, or None if the server has no folder for files.
     """

@@ -139,8 +139,6 @@ class Connection(H11Protocol):
 
     Args:
         limits: the server's settings, with `max_connections` that fit the limit of open files.
-        crowd: the connections beyond the limit.
-        **named: see `H11Protocol`.
     """
 
     def __init__(self, *, limits: ServerConfig, crowd: Crowd, **named: Any) -> None:

@@ -40,7 +40,6 @@ class Guard:
     `jaxserve.crowded`, which marks connections over the limit.
 
     Args:
-        app: the application behind the guard.
         lifecycle: state of the server. While it drains, every answer closes its connection.
         check_room: called with the path before a body is parsed, and before a large body is read.
             It raises if no request to this path can be admitted now.

@@ -160,10 +160,7 @@ MAX_PROBLEMS = 100
 def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[BatchProblem]]:
     """Return the number of lines of a batch file, and the errors in them.
 
-    Args:
-        endpoint: endpoint that all lines must name.
-        most: maximum number of lines.
-        size: maximum bytes of a line.
+    A line must name `endpoint` and have at most `size` bytes. The file has at most `most` lines.
     """
     problems: list[BatchProblem] = []
     total = 0

@@ -102,9 +102,6 @@ class BatchRun:
     async def draw(self, most: int) -> None:
         """Answer all lines without an answer, until the batch is cancelled or expires.
 
-        Args:
-            most: maximum bytes of a line.
-
         Raises:
             OSError: the disk failed.
         """
@@ -238,9 +235,6 @@ class BatchRun:
 
     async def keep_outputs(self, names: Outputs, seconds: int | None) -> None:
         """Move the collected answers into the file store, unless they are already there.
-
-        Args:
-            seconds: time until the files expire, or None.
 
         Raises:
             OSError: the disk failed. The answers are unchanged.

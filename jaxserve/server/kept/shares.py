@@ -37,7 +37,6 @@ def over_share(sizes: Mapping[Owner, int], most: int) -> list[Owner]:
     """Return the owners that exceed an equal share of a limit, the largest holder first.
 
     Args:
-        sizes: size held by each owner.
         most: limit on the total. The result is empty while the total is within it.
     """
     if sum(sizes.values()) <= most:

@@ -66,11 +66,7 @@ class TokenScores(NamedTuple):
 
 
 def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[TokenScores]:
-    """Yield the scores of each token.
-
-    Args:
-        scores: arrays of scores, which have one row per token in total.
-    """
+    """Yield the scores of each token."""
     ids = iter(token_ids)
     for piece in scores:
         columns = (

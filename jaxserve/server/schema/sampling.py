@@ -38,7 +38,6 @@ def sampling_params(
     """Return a request's sampling settings, with `defaults` for unset fields.
 
     Args:
-        defaults: settings for unset fields.
         logprobs: number of alternatives, whose field differs between endpoints.
 
     Raises:

@@ -46,18 +46,13 @@ def vllm_tokens(most: int) -> tuple[float, ...]:
 
 
 class Distribution(ValueCounts):
-    """A histogram as a metric, with bounds of buckets under jaxserve's name and under vLLM's.
-
-    Args:
-        name: name of the metric without the prefix.
-        text: description of the metric.
-    """
+    """A histogram as a metric, with bounds of buckets under jaxserve's name and under vLLM's."""
 
     def __init__(
         self, name: str, text: str, ours: tuple[float, ...], theirs: tuple[float, ...]
     ) -> None:
         super().__init__(sorted({*ours, *theirs}))
-        self.name, self.text = name, text
+        self.name, self.text = name, text  # name without a prefix, and description
         self.ours, self.theirs = ours, theirs
 
 
@@ -65,9 +60,6 @@ def per_request_metrics(times: SequenceTimes | None, num_tokens: int) -> PerRequ
     """Return the times of a completion in the form of answers.
 
     The rules are those of vLLM's `build_per_request_timing_metrics`.
-
-    Args:
-        times: times of a completion that a token has ended, or None.
     """
     if times is None:
         return PerRequestMetrics()

@@ -41,11 +41,7 @@ class AnswerFormat:
         return readers_of(calls, self.thinking, self.start, self.with_thoughts)
 
     def num_thought(self, token_ids: list[int], thoughts: str) -> int:
-        """Return the number of thinking tokens in an answer, including the end marker.
-
-        Args:
-            thoughts: text of the thoughts that the reader found.
-        """
+        """Return the number of thinking tokens in an answer, including the end marker."""
         if self.harmony is not None:
             return self.harmony.num_thought(token_ids)
         if self.thinking is None or self.end_token_id is None or self.start is ThoughtState.CLOSED:
@@ -63,7 +59,6 @@ class AnswerReader:
     """Incremental reader of an answer, for streams and for whole answers.
 
     Args:
-        with_thoughts: True if thoughts are returned.
         calls_in_thoughts: reader of calls among thoughts that never end. With None, such text stays
             thoughts.
     """

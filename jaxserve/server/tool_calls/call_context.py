@@ -159,7 +159,6 @@ class CallBody(ABC):
 
         Args:
             source: complete text, or text that a grammar has formed.
-            tools: tools that may be called.
 
         Raises:
             UncallableCall: a tool is unknown, or the arguments are invalid.

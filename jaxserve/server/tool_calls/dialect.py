@@ -94,7 +94,6 @@ class Dialect:
         """Return the token ids with which the engine recognizes thoughts in an answer, or None.
 
         Args:
-            use: use of tools, whose grammar may include the thoughts.
             is_formed: True if structured outputs constrain the answer after the thoughts.
         """
         if self.thinking is None:

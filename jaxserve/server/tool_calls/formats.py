@@ -26,7 +26,6 @@ class CallFormat:
         close: text after each call.
         separators: characters, any of which may separate two calls of a list.
         is_array: True if calls are in brackets.
-        body: reader of a call after its marker.
         id_length: length of call ids (letters and digits), if chat templates require one.
         section: texts before and after all calls. Models sometimes omit them.
         has_own_section: True if each call has a section of its own.

@@ -22,11 +22,6 @@ class BraceReader(literals.Cursor):
     of calls within a string are counted, so that a balanced quotation is part of the string. If
     counting finds no end, call markers are ignored, provided that only one marker can end the
     string.
-
-    Args:
-        position: index of the opening brace.
-        quote: marker at both ends of a string.
-        schema: schema of the object, by which bare values are converted.
     """
 
     def __init__(

@@ -337,7 +337,6 @@ def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
     if it is not JSON.
 
     Args:
-        text: the value as the model wrote it.
         root: schema in which references are resolved.
 
     Raises:

@@ -120,7 +120,6 @@ def tool_use(
     Args:
         parser: name of the model's call format, or None if it is unknown.
         allows_auto: True if the server lets the model choose to call.
-        spell: function that returns a marker as a term of a Lark grammar.
 
     Raises:
         InvalidRequest: the message names the field.

@@ -130,7 +130,6 @@ class UnconstrainedCalls:
 
         Args:
             start: index from which the text is content if the calls fail.
-            mark: marker before the calls, or "".
         """
         source, form, context = self._source, self._form, self._context()
         calls, is_good, is_read, good_end = list[WrittenCall](), True, True, start
@@ -275,11 +274,7 @@ def close_of(form: CallFormat, mark: str) -> str:
 
 
 def take_closes(source: text_feed.TextFeed, form: CallFormat, mark: str) -> text_feed.Reading[bool]:
-    """Consume the texts that close calls. Return whether the end of their section was among them.
-
-    Args:
-        mark: marker before the call, or "".
-    """
+    """Consume the texts that close calls. Return whether the end of their section was one."""
     close = close_of(form, mark)
     if form.is_array and not form.is_python:
         yield from source.takes_behind_space("]")
