@@ -43,21 +43,16 @@ class Answer:
 class Remote:
     """A server under an OpenAI-compatible URL, as a context manager.
 
-    Args:
-        url: address of the server, with or without `/v1`.
-        model: name of the model. The default is the first one that the server lists.
-        api_key: key for the server, sent as a bearer token.
-        draws_as_chat: use the sampling settings for chats in the model's card, which servers of
-            jaxserve have.
-
     Raises:
         NoAnswer: on entering the context, if the server does not answer.
     """
 
-    url: str
+    url: str  # address of the server, with or without `/v1`
+    # Name of the model. The default is the first one that the server lists.
     model: str | None = None
-    api_key: str | None = None
+    api_key: str | None = None  # key for the server, sent as a bearer token
     options: dict[str, Any] = field(default_factory=dict)
+    # Use the sampling settings for chats in the model's card, which servers of jaxserve have.
     draws_as_chat: bool = False
 
     def __enter__(self) -> Remote:

@@ -62,9 +62,6 @@ class Engine:
     Args:
         config: the settings, or a loaded model (a Runner can outlive an engine).
         scheduler: creates the scheduler. Baselines pass another one with the same interface.
-
-    Attributes:
-        step_tokens: a histogram of prompt and answer tokens per step.
     """
 
     def __init__(
@@ -99,6 +96,7 @@ class Engine:
         self._num_steps = 0
         self._num_failed_steps = 0
         self._prompt_tokens = 0
+        # A histogram of prompt and answer tokens per step.
         self.step_tokens = ValueCounts(STEP_TOKENS)
         self._compiles_at_start = self.runner.num_compiles
         self._events = open_events(self.config, self.slots.window)

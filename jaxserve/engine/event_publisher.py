@@ -51,9 +51,7 @@ class EventPublisher:
         window: the attention window if all layers have the same, otherwise None.
 
     Attributes:
-        endpoint: the opened endpoint, with the port that the system chose.
-        replay_endpoint: the opened endpoint of replays, or None.
-        num_dropped: the changes that were dropped from a full queue, up to the newest batch.
+        endpoint: the opened endpoint, with the port that the system chose
 
     Raises:
         InvalidRequest: an endpoint cannot be opened.
@@ -65,6 +63,7 @@ class EventPublisher:
         self._queue: deque[Change] = deque()
         self._wake = threading.Condition()
         self._closing = False
+        # The changes that were dropped from a full queue, up to the newest batch.
         self.num_dropped = 0
         self._num_gone = 0  # dropped since the newest batch, their numbers not yet skipped
         self._next_number = 0
@@ -72,7 +71,7 @@ class EventPublisher:
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=num_replayed)
         self._sent_lock = threading.Lock()
         self._context: zmq.Context[Any] = zmq.Context()
-        self.replay_endpoint: str | None = None
+        self.replay_endpoint: str | None = None  # the opened endpoint of replays, or None
         self._peer = EventPeer(self._context)
         threads = [threading.Thread(target=self._publish, name="kv-events", daemon=True)]
         try:

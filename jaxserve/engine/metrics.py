@@ -44,21 +44,13 @@ class ValueCounts:
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """The times of a finished sequence, in seconds of `time.monotonic`.
+    """The times of a finished sequence, in seconds of `time.monotonic`."""
 
-    Attributes:
-        arrived: the time of arrival.
-        started: the time at which it first got a slot.
-        first_token: the time at which its first token was read.
-        last_token: the time at which its last token was read.
-        num_preemptions: the number of preemptions.
-    """
-
-    arrived: float
-    started: float
-    first_token: float
-    last_token: float
-    num_preemptions: int
+    arrived: float  # the time of arrival
+    started: float  # the time at which it first got a slot
+    first_token: float  # the time at which its first token was read
+    last_token: float  # the time at which its last token was read
+    num_preemptions: int  # the number of preemptions
 
     @property
     def queue(self) -> float:
@@ -83,43 +75,25 @@ class SequenceTimes:
 
 @dataclass
 class EngineStats:
-    """A snapshot of an engine's statistics. Counters start with the engine.
+    """A snapshot of an engine's statistics. Counters start with the engine."""
 
-    Attributes:
-        num_running: sequences that run now.
-        num_waiting: sequences that wait now.
-        num_slots: slots in total.
-        num_pages: pages in total, without the null page.
-        pages_in_use: pages that sequences hold now.
-        num_steps: committed steps.
-        prompt_tokens: prompt tokens of accepted requests.
-        generation_tokens: sampled tokens.
-        num_preemptions: preemptions for lack of pages.
-        prefix_queries: tokens looked up in the prefix cache.
-        prefix_hits: tokens found in the prefix cache.
-        num_compiles: programs that requests had to wait for. It is 0 unless there is a bug.
-        num_compiles_behind: programs compiled in the background.
-        num_programs_missing: programs that will still be compiled in the background.
-        num_failed_steps: failed steps that were computed again.
-        expert_rows: for each device the rows that its experts computed. A row is a token of one
-            expert. Empty without `enable_expert_parallel`.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_slots: int
-    num_pages: int
-    pages_in_use: int
-    num_steps: int
-    prompt_tokens: int
-    generation_tokens: int
-    num_preemptions: int
-    prefix_queries: int
-    prefix_hits: int
-    num_compiles: int
-    num_compiles_behind: int
-    num_programs_missing: int
-    num_failed_steps: int
+    num_running: int  # sequences that run now
+    num_waiting: int  # sequences that wait now
+    num_slots: int  # slots in total
+    num_pages: int  # pages in total, without the null page
+    pages_in_use: int  # pages that sequences hold now
+    num_steps: int  # committed steps
+    prompt_tokens: int  # prompt tokens of accepted requests
+    generation_tokens: int  # sampled tokens
+    num_preemptions: int  # preemptions for lack of pages
+    prefix_queries: int  # tokens looked up in the prefix cache
+    prefix_hits: int  # tokens found in the prefix cache
+    num_compiles: int  # programs that requests had to wait for. It is 0 unless there is a bug.
+    num_compiles_behind: int  # programs compiled in the background
+    num_programs_missing: int  # programs that will still be compiled in the background
+    num_failed_steps: int  # failed steps that were computed again
+    # For each device the rows that its experts computed. A row is a token of one expert. Empty
+    # without `enable_expert_parallel`.
     expert_rows: tuple[int, ...] = ()
 
 

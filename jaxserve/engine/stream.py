@@ -25,9 +25,6 @@ class Stream:
     Args:
         delivery: transfers the deltas to this event loop.
         max_unread: the most unread tokens before the requests are paused, or None for no limit.
-
-    Attributes:
-        on_pause: called with True when the requests are paused, and False when they continue.
     """
 
     def __init__(
@@ -46,6 +43,7 @@ class Stream:
         self._max_unread = max_unread
         self.num_unread = 0
         self.is_paused = False
+        # Called with True when the requests are paused, and False when they continue.
         self.on_pause: Callable[[bool], None] = _ignore
         try:
             for request in self.requests:

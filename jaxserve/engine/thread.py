@@ -37,15 +37,13 @@ class EngineThread:
 
     It closes at the latest at the interpreter's exit, before JAX: a thread that runs C++ code at
     that time would end the process with SIGABRT.
-
-    Attributes:
-        engine: the engine. Other threads can use `requests`, and read the constants `config`,
-            `limits`, `loaded` and `tokenizer`.
     """
 
     def __init__(
         self, config: EngineConfig | Loaded, on_progress: OnProgress | None = None
     ) -> None:
+        # The engine. Other threads can use `requests`, and read the constants `config`, `limits`,
+        # `loaded` and `tokenizer`.
         self.engine = Engine(config, on_progress)
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()

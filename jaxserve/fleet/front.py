@@ -52,8 +52,7 @@ class _StoredBody:
     """The body of a request, stored until the answer begins.
 
     Attributes:
-        is_gone: whether the client has disconnected.
-        can_be_sent_again: whether all received messages are stored.
+        can_be_sent_again: whether all received messages are stored
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -61,7 +60,7 @@ class _StoredBody:
         self._kept: list[Message] = []
         self._next = 0
         self._size = 0
-        self.is_gone = False
+        self.is_gone = False  # whether the client has disconnected
 
     @property
     def can_be_sent_again(self) -> bool:

@@ -19,15 +19,6 @@ class PagePool:
     A page is free if no sequence holds it. `allocate` returns blank free pages first, then cached
     free pages in the order of their release. Page 0 is the null page, the target of padding, and
     is never allocated. The cost of each operation is proportional to the number of its pages.
-
-    Attributes:
-        ref_count: int32[P], the number of sequences that hold each page.
-        is_cached: bool[P], whether the index finds the page by its key.
-        index: the cached pages by their keys.
-        on_change: called with each change of the set of cached pages, or None. `Publisher` calls
-            it for new pages.
-        num_changes: a counter that grows when pages become free or cached, so that a sequence
-            that did not fit before may fit.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -35,16 +26,22 @@ class PagePool:
             raise ValueError(f"a pool needs at least 2 pages (one is the null page): {num_pages}")
         self.num_pages = num_pages
         self.page_size = page_size
+        # A counter that grows when pages become free or cached, so that a sequence that did not fit
+        # before may fit.
         self.num_changes = 0
         self.num_evictions = 0
+        # Called with each change of the set of cached pages, or None. `Publisher` calls it for new
+        # pages.
         self.on_change: Callable[[Change], None] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Free all pages and remove all cached keys."""
+        # Int32[P], the number of sequences that hold each page.
         self.ref_count = np.zeros(self.num_pages, np.int32)
+        # Bool[P], whether the index finds the page by its key.
         self.is_cached = np.zeros(self.num_pages, bool)
-        self.index = PageIndex(self.num_pages)
+        self.index = PageIndex(self.num_pages)  # the cached pages by their keys
         # A stack whose top is its end. Low page ids are allocated first.
         self._blank = np.arange(self.num_pages - 1, 0, -1)
         self._num_blank = self.num_pages - 1

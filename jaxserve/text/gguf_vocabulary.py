@@ -21,18 +21,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Rules that split text into words.
+    """Rules that split text into words."""
 
-    Attributes:
-        patterns: patterns, applied in order, each to the words of the previous one. Text that a
-            pattern does not match becomes a word of its own.
-        ignore_merges: True if a word that is a token is encoded as that token regardless of merges.
-        begins: True if a text begins with the BOS token, unless the file says otherwise.
-    """
-
+    # Patterns, applied in order, each to the words of the previous one. Text that a pattern does
+    # not match becomes a word of its own.
     patterns: tuple[str, ...]
+    # True if a word that is a token is encoded as that token regardless of merges.
     ignore_merges: bool = False
-    begins: bool = False
+    begins: bool = False  # True if a text begins with the BOS token, unless the file says otherwise
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -35,11 +35,6 @@ class ChatTemplate:
     Args:
         max_nodes: maximum nodes in its syntax tree.
 
-    Attributes:
-        text_roles: roles whose messages have text as content; the other roles have lists of parts.
-            None means text for all roles, as for most templates.
-        constants: strings that the template compares with or prints.
-
     Raises:
         jinja2.TemplateError, ValueError: the source is invalid or too large.
     """
@@ -48,12 +43,15 @@ class ChatTemplate:
         if len(source) > MAX_SOURCE_CHARS:
             raise ValueError(f"the chat template has more than {MAX_SOURCE_CHARS} characters")
         self.source = source
+        # Roles whose messages have text as content; the other roles have lists of parts. None means
+        # text for all roles, as for most templates.
         self.text_roles: TextRoles = None
         self._sandbox = Sandbox(max_nodes)
         try:
             parsed = self._sandbox.parse(source)
             self._names = {node.name for node in parsed.find_all(nodes.Name)}
             constants = (node.value for node in parsed.find_all(nodes.Const))
+            # Strings that the template compares with or prints.
             self.constants = {text for text in constants if isinstance(text, str)}
             self._template = self._sandbox.from_string(parsed)
         except (RecursionError, MemoryError):

@@ -50,10 +50,6 @@ class ThinkingConstraint:
         ends: token ids that end a sequence, which thoughts must not contain if `inner` must follow.
         ahead: number of tokens that may be sampled before the host has seen the newest one. When
             the budget is that close to its end, each step waits for the token before it.
-
-    Attributes:
-        words: u32[W], allowed tokens as in `Constraint`.
-        is_guided: True if the tokens allowed after the next token depend on that token.
     """
 
     def __init__(
@@ -152,7 +148,9 @@ class ThinkingConstraint:
         elif self._phase == "thinking":
             self.words, self.is_guided = self._free, inner is not None or remaining <= self._ahead
         elif self._phase == "before":
+            # True if the tokens allowed after the next token depend on that token.
             self.is_guided = inner is not None or remaining <= self._ahead
+            # U32[W], allowed tokens as in `Constraint`.
             self.words = self._anything if inner is None else inner.words | self._may_start
         else:
             self.is_guided = inner is not None

@@ -82,10 +82,6 @@ class Generation:
         requests: the engine's requests, one for each prompt.
         formats: formats of reasoning and tool calls for each request, by default plain text.
 
-    Attributes:
-        choices: all completions, n for each prompt, in the order of the prompts.
-        prompt_logprobs: log-probabilities of each prompt, or None until they arrive.
-
     Raises:
         Overloaded: on entering, if the queue is full. No request has been started.
         EngineClosed, EngineDead: on entering, if the engine accepts no requests.
@@ -101,6 +97,7 @@ class Generation:
         self.requests = list(requests)
         self._formats = list(formats) or [AnswerFormat()] * len(self.requests)
         self.created = int(time.time())
+        # All completions, n for each prompt, in the order of the prompts.
         self.choices = [
             Choice(
                 0, prompt, request.prompt_token_ids.tolist(), reader=self._formats[prompt].reader()
@@ -110,6 +107,7 @@ class Generation:
         ]
         for index, choice in enumerate(self.choices):
             choice.index = index
+        # Log-probabilities of each prompt, or None until they arrive.
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(self.requests)
         self._first: dict[str, int] = {}  # number of each request's first choice
         first = 0

@@ -68,7 +68,7 @@ class Query:
     ) -> tuple[list[T], str | None, str | None, bool]:
         """Return the page of a list, oldest first, that limit, order and after choose.
 
-        `order`, `default` and `most` are the default of order, and the default and maximum of limit.
+        `order` and `default` are the defaults of order and limit, and `most` is the maximum.
 
         Returns:
             The entries of the page, the ids of the first and the last of them (None for an empty

@@ -25,20 +25,18 @@ class Conversation:
     """Conversation as an ordered set of items. Each response in it adds its items.
 
     Attributes:
-        shown: the conversation as clients see it.
-        since: time of the last change on the monotonic clock.
-        is_running: always False, for `Shares`.
-        counted: bytes that the store has counted for it.
+        is_running: always False, for `Shares`
     """
 
     is_running = False
 
     def __init__(self, owner: str | None, metadata: dict[str, str]) -> None:
         self.owner = owner
+        # The conversation as clients see it.
         self.shown = ConversationObject(f"conv_{uuid4().hex}", int(time.time()), metadata)
-        self.since = time.monotonic()
+        self.since = time.monotonic()  # time of the last change on the monotonic clock
         self.num_item_bytes = 0
-        self.counted = 0
+        self.counted = 0  # bytes that the store has counted for it
         self._items: dict[str, bytes] = {}
 
     @property

@@ -36,18 +36,7 @@ _answer_text = msgspec.json.Decoder(_OutputText)
 
 
 class Turn:
-    """Response with the input that it answers. The turn before it is its parent.
-
-    Attributes:
-        events: events of its stream so far, if it is generated in the background and streamed,
-            otherwise None.
-        cancel: function that cancels the generation, None if it has ended.
-        task: background task, None if the client waited for the response.
-        item_ids: ids of its input and output items.
-        since: time of creation on the monotonic clock.
-        holders: number of references: the store, and the turns that continue it.
-        counted: bytes that the store has counted for it.
-    """
+    """Response with the input that it answers. The turn before it is its parent."""
 
     def __init__(
         self,
@@ -63,14 +52,19 @@ class Turn:
         self.input = msgspec.json.encode(items)
         self.response = response
         self.status = "completed"
+        # Events of its stream so far, if it is generated in the background and streamed, otherwise
+        # None.
         self.events: list[bytes] | None = None
         self.conversation: str | None = None
+        # Function that cancels the generation, None if it has ended.
         self.cancel: Callable[[], None] | None = None
+        # Background task, None if the client waited for the response.
         self.task: asyncio.Task[None] | None = None
+        # Ids of its input and output items.
         self.item_ids: list[str] = [item["id"] for item in items]
-        self.since = time.monotonic()
-        self.holders = 0
-        self.counted = 0
+        self.since = time.monotonic()  # time of creation on the monotonic clock
+        self.holders = 0  # number of references: the store, and the turns that continue it
+        self.counted = 0  # bytes that the store has counted for it
         self._event_bytes = 0
         self._news = asyncio.Event()
 

@@ -49,13 +49,6 @@ class ServedModel:
         secret: secret of this process or its fleet, from which salts of API keys are derived.
         thread: executor for chat templates of requests, shared by the models of a server.
 
-    Attributes:
-        chat_sampling: sampling settings of the page, if the checkpoint recommends none.
-        most_tokens: maximum length of any answer, None for the limit of the context.
-        dialect: formats of its calls and thoughts.
-        tracer: `tracing.RequestTracer` of its requests, or None.
-        schemas: cache of schemas of tools, in enforceable form.
-
     Raises:
         InvalidRequest: a setting of the chat template is invalid.
     """
@@ -79,9 +72,11 @@ class ServedModel:
         self.request_metrics = RequestMetrics(llm.limits.max_model_len)
         self.active: set[Any] = set()
         self.default_sampling = llm.get_default_sampling_params()
+        # Sampling settings of the page, if the checkpoint recommends none.
         self.chat_sampling = chat_sampling(llm.recommends_sampling, llm.config)
         self.default_max_tokens = llm.max_new_tokens
         is_own_config = llm.config.generation_config in ("auto", "vllm")
+        # Maximum length of any answer, None for the limit of the context.
         self.most_tokens = None if is_own_config else self.default_max_tokens
         tokenizer = llm.get_tokenizer()
         if tokenizer is not None:
@@ -90,11 +85,13 @@ class ServedModel:
         self.request_templates = chat_template.RequestTemplates(
             config.trust_request_chat_template, tokenizer, thread or chat_template.template_thread()
         )
+        # Formats of its calls and thoughts.
         self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
+        # Cache of schemas of tools, in enforceable form.
         self.schemas = EnforceableSchemas(schema_problem)
         self._text_printers: dict[bool, bool] = {}  # key: with tools or without
         self.admission = make_admission(llm.config, config)
-        self.tracer: Any = None
+        self.tracer: Any = None  # `tracing.RequestTracer` of its requests, or None
         self._behind: ServedModel | None = None
         self._is_behind = False
 

@@ -80,11 +80,6 @@ class RequestMetrics:
 
     Args:
         max_model_len: maximum tokens of a sequence, the last of vLLM's token buckets.
-
-    Attributes:
-        prompt_computed: prompt tokens that were computed, of requests with a first token.
-        prompt_cached: prompt tokens found in the prefix cache, of requests with a first token.
-        endings: number of completions by finish reason.
     """
 
     def __init__(self, max_model_len: int = 1 << 19) -> None:
@@ -142,8 +137,10 @@ class RequestMetrics:
             NUM_PREEMPTIONS,
             NUM_PREEMPTIONS,
         )
-        self.prompt_computed = 0
+        self.prompt_computed = 0  # prompt tokens that were computed, of requests with a first token
+        # Prompt tokens found in the prefix cache, of requests with a first token.
         self.prompt_cached = 0
+        # Number of completions by finish reason.
         self.endings: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
 
     @property

@@ -42,9 +42,6 @@ class Dialect:
         tool_call_parser: name of the call format, "none" if there are no calls, None to detect it
             in the chat template.
         reasoning_parser: name of the thinking format, or None to detect it in the chat template.
-
-    Attributes:
-        reads_tools: True if the chat template renders the tools of a request.
     """
 
     def __init__(
@@ -52,6 +49,7 @@ class Dialect:
     ) -> None:
         self._tokenizer = tokenizer
         template = "" if tokenizer is None else tokenizer.template_source
+        # True if the chat template renders the tools of a request.
         self.reads_tools = tokenizer is not None and tokenizer.template_reads("tools")
         self.parser = detect_calls(template) if tool_call_parser is None else tool_call_parser
         if self.parser == "none":

@@ -18,33 +18,24 @@ from jaxserve.server.tool_calls.gemma import BracedCall
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Format in which a model writes calls.
+    """Format in which a model writes calls."""
 
-    Args:
-        mark: marker before calls.
-        is_optional_mark: True if the marker may be missing. The whole text is then calls.
-        close: text after each call.
-        separators: characters, any of which may separate two calls of a list.
-        is_array: True if calls are in brackets.
-        id_length: length of call ids (letters and digits), if chat templates require one.
-        section: texts before and after all calls. Models sometimes omit them.
-        has_own_section: True if each call has a section of its own.
-        others: alternative markers that models write, each with its closing text.
-        is_harmony: True for gpt-oss's channels, read by `harmony.py`.
-        gaps: usual white space between two calls whose tags are on lines of their own.
-    """
-
-    mark: str
+    mark: str  # marker before calls
+    # True if the marker may be missing. The whole text is then calls.
     is_optional_mark: bool = False
-    close: str = ""
-    separators: str = ""
-    is_array: bool = False
+    close: str = ""  # text after each call
+    separators: str = ""  # characters, any of which may separate two calls of a list
+    is_array: bool = False  # True if calls are in brackets
     body: Body = JsonCall()  # noqa: RUF009 - frozen
+    # Length of call ids (letters and digits), if chat templates require one.
     id_length: int | None = None
+    # Texts before and after all calls. Models sometimes omit them.
     section: tuple[str, str] = ("", "")
+    # Alternative markers that models write, each with its closing text.
     others: tuple[tuple[str, str], ...] = ()
-    has_own_section: bool = False
-    is_harmony: bool = False
+    has_own_section: bool = False  # True if each call has a section of its own
+    is_harmony: bool = False  # True for gpt-oss's channels, read by `harmony.py`
+    # Usual white space between two calls whose tags are on lines of their own.
     gaps: tuple[str, ...] = field(default=("\n",), compare=False)
 
     @property

@@ -20,24 +20,17 @@ MAX_CALLS = 16
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """Grammar of answers that call some functions, in one format.
-
-    Args:
-        functions: functions that may be called, at least one.
-        spell: function that returns a marker as a Lark term, a string or a token.
-        most: maximum number of calls in an answer.
-        may_answer: True if calls are optional and other text may surround them.
-        answer_schema: JSON schema of an answer without calls, None for free text.
-        may_think: True if the answer may begin with thoughts, in formats whose grammar includes
-            them.
-    """
+    """Grammar of answers that call some functions, in one format."""
 
     form: CallFormat
-    functions: Sequence[Function]
+    functions: Sequence[Function]  # functions that may be called, at least one
+    # Function that returns a marker as a Lark term, a string or a token.
     spell: Callable[[str], str]
-    most: int = MAX_CALLS
-    may_answer: bool = False
+    most: int = MAX_CALLS  # maximum number of calls in an answer
+    may_answer: bool = False  # True if calls are optional and other text may surround them
+    # JSON schema of an answer without calls, None for free text.
     answer_schema: dict[str, Any] | None = None
+    # True if the answer may begin with thoughts, in formats whose grammar includes them.
     may_think: bool = True
 
     def text(self) -> str:
