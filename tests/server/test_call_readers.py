@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.tool_calls.answer import AnswerReader, answer_reader
+from jaxserve.server.tool_calls.answer import AnswerReader
 from jaxserve.server.tool_calls.answer_parts import AnswerPart, CallPart, Message
 from jaxserve.server.tool_calls.call_reader import CallReader
 from jaxserve.server.tool_calls.dialect import detect_calls
@@ -24,6 +24,7 @@ from jaxserve.server.tool_calls.thoughts import (
     start_of,
 )
 from jaxserve.server.tool_calls.unconstrained_calls import MAX_MALFORMED
+from scripts.lib.answer_reader import answer_reader
 
 NAMES = ("f", "get.it", "sum_up")
 TEXTS: dict[str, dict[str, tuple[str, list[tuple[str, Any]]]]] = {

@@ -18,7 +18,6 @@ from jaxserve.server.schema.openai import (
     Tool,
 )
 from jaxserve.server.settings import ServerConfig
-from jaxserve.server.tool_calls.answer import answer_reader
 from jaxserve.server.tool_calls.answer_parts import AnswerPart, CallPart, Content, Thought
 from jaxserve.server.tool_calls.dialect import Dialect, detect_calls
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
@@ -29,6 +28,7 @@ from jaxserve.server.tool_calls.thoughts import THINKING_FORMATS, ThoughtState, 
 from jaxserve.server.tool_calls.tools import ToolUse, tool_use
 from jaxserve.text.thinking import ThinkingConstraint
 from jaxserve.text.tokenizer import Tokenizer
+from scripts.lib.answer_reader import answer_reader
 from tests.support.checkpoint import byte_tokenizer
 
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxserve.server.tool_calls import answer_parts
 from jaxserve.server.tool_calls.call_reader import CallReader
 from jaxserve.server.tool_calls.custom_tools import RawCallReader
-from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.harmony import HarmonyIds, HarmonyReader
 from jaxserve.server.tool_calls.thoughts import (
-    THINKING_FORMATS,
     ThinkingFormat,
     ThinkingReader,
     ThoughtState,
@@ -179,28 +175,3 @@ def _harmony(use: CallUse | None) -> HarmonyReader:
     if use is None:
         return HarmonyReader({})
     return HarmonyReader(use.tools, use.is_certain, use.parallel, use.raw)
-
-
-def answer_reader(
-    tool_call_parser: str | None,
-    reasoning_parser: str | None,
-    tools: Sequence[dict[str, Any]],
-    start: ThoughtState,
-    parallel: bool = True,
-) -> AnswerReader:
-    """Return a reader of an answer that was generated without a grammar.
-
-    Args:
-        tool_call_parser: name of the call format, None for answers without calls.
-        reasoning_parser: name of the thinking format, None for answers without thoughts.
-
-    Raises:
-        KeyError: there is no format of this name.
-    """
-    use = None
-    if tool_call_parser is not None:
-        functions = [tool["function"] for tool in tools]
-        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
-        use = CallUse(CALL_FORMATS[tool_call_parser], schemas, False, parallel)
-    thinking = None if reasoning_parser is None else THINKING_FORMATS[reasoning_parser]
-    return readers_of(use, thinking, start)
