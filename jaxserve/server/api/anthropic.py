@@ -39,11 +39,7 @@ def renaming_request(http_request: Request) -> EndpointRequest:
 
 
 async def messages(http_request: Request) -> Response:
-    """Answer a conversation in Anthropic's form, as a document or as a stream of events.
-
-    Raises:
-        ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse` and `chat.prepare`.
-    """
+    """Answer a conversation in Anthropic's form, as a document or as a stream of events."""
     request = renaming_request(http_request)
     body = request.parse(schema.MessagesRequest, endpoint_fields("messages"))
     chat = await template_chat(request, body)
@@ -94,12 +90,7 @@ def drop_budget(request: EndpointRequest, chat: ChatRequest) -> None:
 
 
 async def count_tokens(http_request: Request) -> Response:
-    """Answer with the number of tokens of a conversation, rendered by the chat template.
-
-    Raises:
-        ApiError: the body is malformed, or there is no such model.
-        InvalidRequest: a field is wrong, which the error names.
-    """
+    """Answer with the number of tokens of a conversation, rendered by the chat template."""
     request = renaming_request(http_request)
     body = request.parse(schema.CountRequest, endpoint_fields("messages"))
     chat = await template_chat(request, body)

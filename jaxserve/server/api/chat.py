@@ -100,11 +100,7 @@ def chat_sampling(
 
 
 async def chat_completions(http_request: Request) -> Response:
-    """Answer a conversation `n` times, as a document or as a stream of events.
-
-    Raises:
-        ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse` and `prepare`.
-    """
+    """Answer a conversation `n` times, as a document or as a stream of events."""
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
     body = request.parse(openai.ChatRequest, endpoint_fields("chat"))

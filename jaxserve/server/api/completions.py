@@ -51,13 +51,7 @@ def as_prompts(prompt: str | list) -> list[str | list[int]]:
 
 
 async def completions(http_request: Request) -> Response:
-    """Complete each prompt `n` times, and answer with a document or a stream of events.
-
-    Raises:
-        ApiError: the body is malformed, there is no such model, or the server is stopping.
-        InvalidRequest: a field is wrong, which the error names.
-        Overloaded: the queue is full.
-    """
+    """Complete each prompt `n` times, and answer with a document or a stream of events."""
     request = EndpointRequest(http_request)
     body = request.parse(CompletionRequest, endpoint_fields("completions"))
     generation, texts = await prepare_completions(request, body)

@@ -48,10 +48,7 @@ class InfillResponse(msgspec.Struct):
 
 
 async def infill(http_request: Request) -> Response:
-    """Answer with the text between two texts, as a document or as a stream of events.
-
-    Raises: as `completions.completions`.
-    """
+    """Answer with the text between two texts, as a document or as a stream of events."""
     request = EndpointRequest(http_request)
     body = request.parse(InfillRequest, endpoint_fields("infill"))
     request.renamed |= {"prompt": "input_prefix", "suffix": "input_suffix"}

@@ -44,11 +44,7 @@ def _add(
 
 
 async def create_conversation(http_request: Request) -> Response:
-    """Create a conversation, and answer with its description.
-
-    Raises:
-        ApiError, InvalidRequest: the body is wrong, or the server stores no conversations.
-    """
+    """Create a conversation, and answer with its description."""
     request = EndpointRequest(http_request)
     body = request.parse(response_items.ConversationRequest, prepare=response_tools.strip_hosted)
     check_metadata(body.metadata)
@@ -59,20 +55,12 @@ async def create_conversation(http_request: Request) -> Response:
 
 
 async def get_conversation(http_request: Request) -> Response:
-    """Answer with the description of a conversation.
-
-    Raises:
-        ApiError: 404, there is no such conversation.
-    """
+    """Answer with the description of a conversation."""
     return json_response(_conversation(http_request).shown)
 
 
 async def update_conversation(http_request: Request) -> Response:
-    """Replace the metadata of a conversation.
-
-    Raises:
-        ApiError, InvalidRequest: there is no such conversation, or the body is wrong.
-    """
+    """Replace the metadata of a conversation."""
     body = EndpointRequest(http_request).parse(response_items.ConversationUpdate)
     check_metadata(body.metadata)
     conversation = _conversation(http_request)
@@ -82,22 +70,14 @@ async def update_conversation(http_request: Request) -> Response:
 
 
 async def delete_conversation(http_request: Request) -> Response:
-    """Delete a conversation.
-
-    Raises:
-        ApiError: 404, there is no such conversation.
-    """
+    """Delete a conversation."""
     conversation = _conversation(http_request)
     _store(http_request).forget(conversation)
     return json_response(response_items.DeletedConversation(conversation.shown.id))
 
 
 async def add_items(http_request: Request) -> Response:
-    """Add items to a conversation, and answer with them.
-
-    Raises:
-        ApiError, InvalidRequest: there is no such conversation, or the items are wrong.
-    """
+    """Add items to a conversation, and answer with them."""
     request = EndpointRequest(http_request)
     body = request.parse(response_items.ConversationItems, prepare=response_tools.strip_hosted)
     conversation = _conversation(http_request)
@@ -109,11 +89,7 @@ async def add_items(http_request: Request) -> Response:
 
 
 async def list_items(http_request: Request) -> Response:
-    """Answer with a page of a conversation's items, the newest first.
-
-    Raises:
-        ApiError, InvalidRequest: there is no such conversation, or an argument is wrong.
-    """
+    """Answer with a page of a conversation's items, the newest first."""
     conversation = _conversation(http_request)
     page = Query(http_request).page(conversation.item_ids, lambda name: name, "desc")
     return json_response(
@@ -122,20 +98,12 @@ async def list_items(http_request: Request) -> Response:
 
 
 async def get_item(http_request: Request) -> Response:
-    """Answer with an item of a conversation.
-
-    Raises:
-        ApiError: 404, there is no such conversation or item.
-    """
+    """Answer with an item of a conversation."""
     return json_response(_conversation(http_request).item(http_request.path_params["item_id"]))
 
 
 async def delete_item(http_request: Request) -> Response:
-    """Delete an item of a conversation.
-
-    Raises:
-        ApiError: 404, there is no such conversation or item.
-    """
+    """Delete an item of a conversation."""
     conversation = _conversation(http_request)
     conversation.remove(http_request.path_params["item_id"])
     _store(http_request).keep(conversation)

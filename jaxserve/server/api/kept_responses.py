@@ -156,23 +156,14 @@ async def cancel_response(http_request: Request) -> Response:
 
 
 async def delete_response(http_request: Request) -> Response:
-    """Delete a stored response.
-
-    Raises:
-        ApiError: 404, there is no such response.
-    """
+    """Delete a stored response."""
     turn = _turn(http_request)
     _store(http_request).remove(turn)
     return streaming.json_response(DeletedResponse(turn.id))
 
 
 async def list_input_items(http_request: Request) -> Response:
-    """Answer with a page of the input items of a stored response.
-
-    Raises:
-        ApiError: 404, there is no such response.
-        InvalidRequest: an argument is wrong.
-    """
+    """Answer with a page of the input items of a stored response."""
     query = Query(http_request)
     turn = _turn(http_request)
     page = query.page(turn.input_items(), lambda item: item["id"], "desc")

@@ -151,11 +151,7 @@ def _check(body: schema.ResponsesRequest, store: ResponseStore) -> None:
 
 
 async def responses(http_request: Request) -> Response:
-    """Answer an input with a response, a stream of events, or a response in the background.
-
-    Raises:
-        ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse`, `_Input` and `prepare`.
-    """
+    """Answer an input with a response, a stream of events, or a response in the background."""
     request, store = _request(http_request), http_request.app.state.served.responses
     body = request.parse(schema.ResponsesRequest, endpoint_fields("responses"), strip_hosted)
     # The engine's and the chat's, while the request's own are refused above.
@@ -248,11 +244,7 @@ async def _prepare(
 
 
 async def count_input_tokens(http_request: Request) -> Response:
-    """Answer with the number of tokens of an input, rendered by the chat template.
-
-    Raises:
-        ApiError, InvalidRequest: as `EndpointRequest.parse` and `_Input`.
-    """
+    """Answer with the number of tokens of an input, rendered by the chat template."""
     request = _request(http_request)
     body = request.parse(schema.CountInputRequest, endpoint_fields("responses"), strip_hosted)
     request.renamed |= {"prompt": "input", "response_format": "text"}

@@ -28,10 +28,7 @@ _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
 async def render_completions(http_request: Request) -> Response:
-    """Answer with the token ids and settings of each prompt of a completion request.
-
-    Raises: as `completions.completions`.
-    """
+    """Answer with the token ids and settings of each prompt of a completion request."""
     request = EndpointRequest(http_request)
     body = request.parse(CompletionRequest, endpoint_fields("completions"))
     generation, _ = await completions.prepare_completions(request, body, scores_whole=False)
@@ -43,10 +40,7 @@ async def render_completions(http_request: Request) -> Response:
 
 
 async def render_chat(http_request: Request) -> Response:
-    """Answer with the token ids and settings of a chat request.
-
-    Raises: as `chat.chat_completions`.
-    """
+    """Answer with the token ids and settings of a chat request."""
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
     body = request.parse(ChatRequest, endpoint_fields("chat"))
@@ -54,10 +48,7 @@ async def render_chat(http_request: Request) -> Response:
 
 
 async def render_messages(http_request: Request) -> Response:
-    """Answer with the token ids and settings of a request in Anthropic's form.
-
-    Raises: as `anthropic.messages`.
-    """
+    """Answer with the token ids and settings of a request in Anthropic's form."""
     request = anthropic.renaming_request(http_request)
     body = request.parse(MessagesRequest, endpoint_fields("messages"))
     return await _render(request, await anthropic.template_chat(request, body), None)
@@ -72,13 +63,7 @@ async def _render(request: EndpointRequest, body: ChatRequest, request_id: str |
 
 
 async def generate(http_request: Request) -> Response:
-    """Complete a prompt of token ids, and answer with token ids.
-
-    Raises:
-        ApiError: the body is malformed, there is no such model, or the server is stopping.
-        InvalidRequest: a field, or a field of `sampling_params`, is wrong.
-        Overloaded: the queue is full.
-    """
+    """Complete a prompt of token ids, and answer with token ids."""
     request = EndpointRequest(http_request)
     body = request.parse(schema.GenerateRequest, endpoint_fields("generate"))
     request.renamed["prompt"] = "token_ids"

@@ -68,12 +68,7 @@ class TokenizerInfo(msgspec.Struct):
 
 
 async def tokenize(http_request: Request) -> Response:
-    """Answer with the token ids of a prompt, or of messages rendered by the chat template.
-
-    Raises:
-        ApiError: the body is malformed, or there is no such model.
-        InvalidRequest: a field is wrong, or the server has no tokenizer.
-    """
+    """Answer with the token ids of a prompt, or of messages rendered by the chat template."""
     request = EndpointRequest(http_request)
     body = request.parse(TokenizeRequest)
     model = request.find_model(body.model)
@@ -124,10 +119,7 @@ async def tokenizer_info(http_request: Request) -> Response:
 
 
 async def detokenize(http_request: Request) -> Response:
-    """Answer with the text of token ids, including special tokens.
-
-    Raises: as `tokenize`.
-    """
+    """Answer with the text of token ids, including special tokens."""
     request = EndpointRequest(http_request)
     request.renamed["prompt"] = "tokens"
     body = request.parse(DetokenizeRequest)
