@@ -52,9 +52,6 @@ def compile_programs(arguments: argparse.Namespace) -> int:
 
     Returns:
         0, or 1 if the compilation cache has no folder.
-
-    Raises:
-        CommandError: a setting is wrong, or a model cannot be loaded.
     """
     if arguments.device is not None:
         return _compile_for_card(arguments)

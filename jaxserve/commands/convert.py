@@ -31,11 +31,7 @@ def add_convert(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve convert`.
-
-    Raises:
-        CommandError: the source cannot be read, or the target cannot be written.
-    """
+    """Run `jaxserve convert`."""
     if os.path.lexists(arguments.target):
         raise CommandError(f"DST: {arguments.target} exists already; name a new folder")
     module = importlib.import_module("jaxserve.start.conversion")  # imports JAX

@@ -60,9 +60,6 @@ def plan(arguments: argparse.Namespace) -> int:
 
     Returns:
         0, or 1 if the model does not fit in the requested form.
-
-    Raises:
-        CommandError: the model or card is unknown, or a setting is wrong.
     """
     planning = importlib.import_module("jaxserve.start.plan.make_plan")  # imports JAX
     try:

@@ -41,11 +41,7 @@ def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run_batch(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve run-batch`. Return 1 if a line failed.
-
-    Raises:
-        CommandError: a file or a setting is wrong, or the model cannot be loaded.
-    """
+    """Run `jaxserve run-batch`. Return 1 if a line failed."""
     source, sink = arguments.input_file, arguments.output_file
     _check_input(source)
     _check_output(sink, source)

@@ -142,11 +142,7 @@ def _is_value(word: str) -> bool:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve serve`.
-
-    Raises:
-        CommandError: a setting is wrong, a model cannot be loaded, or the port is taken.
-    """
+    """Run `jaxserve serve`."""
     models = arguments.models
     if arguments.model and not models:
         models = [arguments.model]
@@ -228,11 +224,7 @@ def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfi
 
 
 def _follow(spec: ModelSpec, is_verbose: bool) -> int:
-    """Run this host's part of an engine until the leader has ended in order. Return 0.
-
-    Raises:
-        ValueError, OSError: see `engine.following.follow`.
-    """
+    """Run this host's part of an engine until the leader has ended in order. Return 0."""
     log_json()
     output = StartOutput(sys.stderr, Stop(), is_verbose)
     config = spec.config

@@ -181,11 +181,7 @@ class Terminal:
                 yield line
 
     def show(self, remote: Remote, path: str, body: dict[str, Any]) -> Answer:
-        """Print an answer as it arrives. Ctrl-C cancels it, also at the server.
-
-        Raises:
-            NoAnswer: see `Remote.stream`.
-        """
+        """Print an answer as it arrives. Ctrl-C cancels it, also at the server."""
         answer = Answer()
         parts = remote.stream(path, body, answer)
         is_tty = sys.stdout.isatty()

@@ -32,7 +32,8 @@ class AsyncLLM(EngineOwner):
     """An engine with streams of outputs.
 
     Methods must be called from the event loop, except `stats_now`, `inspect`, `is_alive` and
-    `standstill`, which any thread can call.
+    `standstill`, which any thread can call. After the engine has ended, methods raise EngineClosed
+    or EngineDead.
 
     Args:
         config: the settings, or a loaded model.
@@ -138,21 +139,13 @@ class AsyncLLM(EngineOwner):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Clear the prefix cache (see `LLM.reset_prefix_cache`).
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
-        """
+        """Clear the prefix cache (see `LLM.reset_prefix_cache`)."""
         engine = self._thread.engine
         reset = partial(engine.reset_prefix_cache, reset_running_requests)
         return await asyncio.to_thread(self._thread.call, reset)
 
     async def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics with vLLM's names (see `LLM.get_metrics`).
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
-        """
+        """Return the engine's metrics with vLLM's names (see `LLM.get_metrics`)."""
         return await asyncio.to_thread(self._metrics)
 
     def abort_waiting(self, request_id: str, error: str) -> None:
@@ -160,11 +153,7 @@ class AsyncLLM(EngineOwner):
         self._thread.abort_waiting(request_id, error)
 
     async def stats(self) -> EngineStats:
-        """Return the engine's statistics between two steps.
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
-        """
+        """Return the engine's statistics between two steps."""
         return await asyncio.to_thread(self._thread.call, self._thread.engine.stats)
 
     async def check(self) -> None:
@@ -172,7 +161,6 @@ class AsyncLLM(EngineOwner):
 
         Raises:
             AssertionError: an invariant is broken. The message names it.
-            EngineClosed, EngineDead: the engine has ended.
         """
         await asyncio.to_thread(self._thread.call, self._thread.engine.scheduler.check)
 

@@ -34,7 +34,8 @@ class LLM(EngineOwner):
     """An engine for offline use. Close it, or use it as a context manager.
 
     It also closes when it is garbage-collected and at the exit of the program. Several threads can
-    use it, and their requests are served together.
+    use it, and their requests are served together. After the engine has ended, methods raise
+    EngineClosed or EngineDead.
 
     Args:
         model: a folder, a file or a name on the hub, or None for the bundled model.
@@ -166,11 +167,7 @@ class LLM(EngineOwner):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[str]:
-        """Start to answer conversations as `chat` does, and return the ids of their requests.
-
-        Raises:
-            InvalidRequest, EngineClosed, EngineDead: see `chat`.
-        """
+        """Start to answer conversations as `chat` does, and return the ids of their requests."""
         options = {"priority": priority, "cache_salt": cache_salt}
         prompts = self._rendered(messages, chat_template, chat_template_kwargs, template_options)
         return self.enqueue(prompts, sampling_params, **options)
@@ -211,9 +208,6 @@ class LLM(EngineOwner):
         Args:
             prompts, sampling_params: see `generate`.
             **options: other arguments of `generate`.
-
-        Raises:
-            InvalidRequest, EngineClosed, EngineDead: see `generate`.
         """
         options.pop("use_tqdm", None)
         requests, texts = self._requests_of(prompts, sampling_params, **options)
@@ -289,19 +283,11 @@ class LLM(EngineOwner):
         return [search.output(engine.tokenizer) for search in searches]
 
     def stats(self) -> EngineStats:
-        """Return the engine's statistics between two steps.
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
-        """
+        """Return the engine's statistics between two steps."""
         return self._thread.call(self._thread.engine.stats)
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics with vLLM's names, between two steps.
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
-        """
+        """Return the engine's metrics with vLLM's names, between two steps."""
         return self._metrics()
 
     def reset_prefix_cache(
@@ -312,9 +298,6 @@ class LLM(EngineOwner):
         Args:
             reset_running_requests: whether to compute running requests again, from their prompts.
             reset_connector: ignored.
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
         """
         engine = self._thread.engine
         return self._thread.call(lambda: engine.reset_prefix_cache(reset_running_requests))
@@ -324,7 +307,6 @@ class LLM(EngineOwner):
 
         Raises:
             AssertionError: an invariant is broken. The message names it.
-            EngineClosed, EngineDead: the engine has ended.
         """
         self._thread.call(self._thread.engine.scheduler.check)
 

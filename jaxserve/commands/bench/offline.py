@@ -34,11 +34,7 @@ PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
 @contextmanager
 def open_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[tuple[LLM, Loaded]]:
-    """Yield an engine with the settings of the command line.
-
-    Raises:
-        CommandError: a setting is wrong, or the model cannot be loaded.
-    """
+    """Yield an engine with the settings of the command line."""
     try:
         loaded = load(EngineConfig(arguments.model, **defaults | engine_settings(arguments)))
     except (ValueError, OSError) as error:
@@ -79,11 +75,7 @@ def _sampling(arguments: argparse.Namespace, max_tokens: int) -> SamplingParams:
 
 
 def run_throughput(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve bench throughput`.
-
-    Raises:
-        CommandError: the model cannot be loaded, or a request does not fit it.
-    """
+    """Run `jaxserve bench throughput`."""
     spread_lengths(arguments)
     with open_engine(arguments) as (llm, loaded):
         works = make_works(arguments, llm.get_tokenizer())
@@ -130,11 +122,7 @@ MOST_IDS = 10_000  # vLLM draws its prompts from this many
 
 
 def run_latency(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve bench latency`. The prefix cache is off by default.
-
-    Raises:
-        CommandError: the model cannot be loaded, or the lengths do not fit it.
-    """
+    """Run `jaxserve bench latency`. The prefix cache is off by default."""
     inputs, outputs, size = arguments.input_len, arguments.output_len, arguments.batch_size
     with open_engine(arguments, enable_prefix_caching=False) as (llm, loaded):
         check_lengths(loaded, inputs, outputs, "--input-len, --output-len")
@@ -189,11 +177,7 @@ TITLES = {"startup": "Startup time", "compilation": "Compilation time"}
 
 
 def run_startup(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve bench startup`. A cold start uses an empty folder for programs.
-
-    Raises:
-        CommandError: the model cannot be loaded.
-    """
+    """Run `jaxserve bench startup`. A cold start uses an empty folder for programs."""
     settings: dict[str, Any] = {"model": arguments.model, **engine_settings(arguments)}
     programs = settings.pop("compilation_cache_dir", "auto")
     try:

@@ -31,11 +31,7 @@ MOST_IDS = 2**31 - 1  # for a tokenizer without a model
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve bench serve`. Return 1 if no request was answered.
-
-    Raises:
-        CommandError: the server, model, tokenizer or data set is missing.
-    """
+    """Run `jaxserve bench serve`. Return 1 if no request was answered."""
     headers = dict(arguments.header)
     key = arguments.api_key or openai_api_key()
     if key:

@@ -73,7 +73,8 @@ async def prepare_completions(
     Returns:
         The generation, not yet started, and for each prompt the text that its completions repeat.
 
-    Raises: as `completions`.
+    Raises:
+        ApiError, InvalidRequest, Overloaded: see `jaxserve.server.api`.
     """
     sampling_fields.check_stream(body)
     request.renamed["structured_outputs"] = sampling_fields.form_field(body)
