@@ -92,7 +92,7 @@ class Conversation:
         return [_item.decode(text) for text in self._items.values()]
 
 
-class ConversationStore:
+class ConversationStore(Shares[Conversation]):
     """Conversations by id, limited in number, bytes and age.
 
     `Shares` defines the order of eviction.
@@ -105,40 +105,27 @@ class ConversationStore:
         seconds: time without a change after which a conversation is evicted.
     """
 
-    def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
-        self._kept: Shares[Conversation] = Shares(most, most_bytes, seconds)
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    @property
-    def num_bytes(self) -> int:
-        """Estimated memory of all conversations."""
-        return self._kept.num_bytes
-
     def keep(self, conversation: Conversation) -> None:
         """Store a conversation that is new or has changed.
 
         Raises:
             ApiError: 400, the server does not store conversations.
         """
-        if not self._most:
+        if not self.most:
             message = "this server keeps no conversations: see --max-stored-responses"
             raise ApiError(400, message, code="not_supported")
         self.forget(conversation)
         conversation.since, size = time.monotonic(), conversation.num_bytes
-        if size > self._most_bytes:
+        if size > self.most_bytes:
             return
-        self._kept.put(conversation.shown.id, conversation)
+        self.put(conversation.shown.id, conversation)
         conversation.counted = size
-        self._kept.count(conversation.owner, size)
+        self.count(conversation.owner, size)
         self._trim()
 
     def extend(self, conversation: Conversation, items: Iterable[dict[str, Any]]) -> None:
         """Append items to a conversation, unless it was evicted or deleted in the meantime."""
-        if self._kept.get(conversation.owner, conversation.shown.id) is conversation:
+        if self.entry(conversation.owner, conversation.shown.id) is conversation:
             conversation.add(items)
             self.keep(conversation)
 
@@ -149,7 +136,7 @@ class ConversationStore:
             ApiError: 404, this client has no such object.
         """
         self._trim()
-        conversation = self._kept.get(owner, name)
+        conversation = self.entry(owner, name)
         if conversation is None:
             message = f"Conversation with id {name[:60]!r} not found."
             raise ApiError(404, message, parameter, "not_found")
@@ -157,9 +144,9 @@ class ConversationStore:
 
     def forget(self, conversation: Conversation) -> None:
         """Remove a conversation if it is stored."""
-        if self._kept.pop(conversation.owner, conversation.shown.id) is not None:
-            self._kept.count(conversation.owner, -conversation.counted)
+        if self.pop(conversation.owner, conversation.shown.id) is not None:
+            self.count(conversation.owner, -conversation.counted)
 
     def _trim(self) -> None:
-        for conversation in self._kept.leaving():
+        for conversation in self.leaving():
             self.forget(conversation)

@@ -122,7 +122,7 @@ class Turn:
         yield from _answer.decode(self.response).output
 
 
-class ResponseStore:
+class ResponseStore(Shares[Turn]):
     """Responses by id, limited in number, bytes and age. `Shares` defines the order of eviction.
 
     A running response is not evicted. An evicted turn that later turns continue still counts, since
@@ -134,22 +134,12 @@ class ResponseStore:
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
-        self.most = most
-        self._most_bytes = most_bytes
-        self._turns: Shares[Turn] = Shares(most, most_bytes, seconds)
+        super().__init__(most, most_bytes, seconds)
         self._by_item: dict[tuple[str | None, str], Turn] = {}
-
-    def __len__(self) -> int:
-        return len(self._turns)
-
-    @property
-    def num_bytes(self) -> int:
-        """Estimated memory of all responses."""
-        return self._turns.num_bytes
 
     def add(self, turn: Turn) -> None:
         """Store a turn, unless it is larger than the limit on bytes."""
-        self._turns.put(turn.id, turn)
+        self.put(turn.id, turn)
         last: Turn | None = turn
         while last is not None:
             last.holders += 1
@@ -161,12 +151,12 @@ class ResponseStore:
 
     def resize(self, turn: Turn) -> None:
         """Count a changed turn again."""
-        if turn.num_bytes > self._most_bytes:
+        if turn.num_bytes > self.most_bytes:
             turn.drop_events()
         if turn.holders:
             self._count(turn)
-        if self._turns.get(turn.owner, turn.id) is turn:
-            if turn.num_bytes > self._most_bytes and not turn.is_running:
+        if self.entry(turn.owner, turn.id) is turn:
+            if turn.num_bytes > self.most_bytes and not turn.is_running:
                 self._forget(turn)
             else:
                 self._by_item.update(dict.fromkeys(_keys(turn), turn))
@@ -174,8 +164,8 @@ class ResponseStore:
 
     def _count(self, turn: Turn) -> None:
         # A turn that is too large to store counts 0, so that it evicts no other.
-        size = turn.num_bytes if turn.num_bytes <= self._most_bytes else 0
-        self._turns.count(turn.owner, size - turn.counted)
+        size = turn.num_bytes if turn.num_bytes <= self.most_bytes else 0
+        self.count(turn.owner, size - turn.counted)
         turn.counted = size
 
     def get(self, response_id: str, owner: str | None, parameter: str = "response_id") -> Turn:
@@ -185,7 +175,7 @@ class ResponseStore:
             ApiError: 404, this client has no such object.
         """
         self._trim()
-        turn = self._turns.get(owner, response_id)
+        turn = self.entry(owner, response_id)
         if turn is None:
             message = f"Response with id {response_id[:60]!r} not found."
             if not self.most:
@@ -195,7 +185,7 @@ class ResponseStore:
 
     def remove(self, turn: Turn) -> None:
         """Remove a turn, and cancel its generation."""
-        if self._turns.get(turn.owner, turn.id) is turn:
+        if self.entry(turn.owner, turn.id) is turn:
             self._forget(turn)
         if turn.cancel is not None:
             turn.cancel()
@@ -218,7 +208,7 @@ class ResponseStore:
         return {item.id: item for item in items if item.id is not None}
 
     def _forget(self, turn: Turn) -> None:
-        self._turns.pop(turn.owner, turn.id)
+        self.pop(turn.owner, turn.id)
         for key in _keys(turn):
             if self._by_item.get(key) is turn:
                 del self._by_item[key]
@@ -227,12 +217,12 @@ class ResponseStore:
             last.holders -= 1
             if last.holders:
                 return
-            self._turns.count(last.owner, -last.counted)
+            self.count(last.owner, -last.counted)
             last.counted = 0
             last = last.parent
 
     def _trim(self) -> None:
-        for turn in self._turns.leaving():
+        for turn in self.leaving():
             self._forget(turn)
 
 

@@ -56,8 +56,8 @@ class Shares(Generic[E]):
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
+        self.most = most
+        self.most_bytes = most_bytes
         self._seconds = seconds
         self._entries: dict[Owner, dict[str, E]] = {}
         self._bytes: Counter[Owner] = Counter()
@@ -67,10 +67,10 @@ class Shares(Generic[E]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all owners together."""
+        """Estimated memory of all entries together."""
         return self._bytes.total()
 
-    def get(self, owner: Owner, name: str) -> E | None:
+    def entry(self, owner: Owner, name: str) -> E | None:
         """Return an owner's entry by id, or None."""
         return self._entries.get(owner, {}).get(name)
 
@@ -107,5 +107,5 @@ class Shares(Generic[E]):
                     return entry
                 oldest[owner] = entry
         numbers = {owner: len(entries) for owner, entries in self._entries.items()}
-        over = over_share(numbers, self._most) + over_share(self._bytes, self._most_bytes)
+        over = over_share(numbers, self.most) + over_share(self._bytes, self.most_bytes)
         return next((oldest[owner] for owner in over if owner in oldest), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from jaxserve.server.tool_calls.answer_parts import Tools, WrittenCall
@@ -165,3 +166,12 @@ class CallBody(ABC):
             RepeatedArgument: a call with bare values gives an argument twice.
             FormatMismatch: the end of the call is missing or ambiguous.
         """
+
+
+def only_end(
+    matches: Iterable[re.Match[str]], mark: str, continues: Callable[[int], bool]
+) -> int | None:
+    """Return the index of the only `mark` after which the call continues, or None."""
+    ends = (match.start() for match in matches if match[0] == mark and continues(match.end()))
+    first, second = next(ends, None), next(ends, None)
+    return first if second is None else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxserve.server.tool_calls import literals, text_feed
 from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
-from jaxserve.server.tool_calls.call_context import CallBody, CallContext, after_space
+from jaxserve.server.tool_calls.call_context import CallBody, CallContext, after_space, only_end
 
 _BARE = re.compile(r"[^,}\]]+")
 _BARE_KEY = re.compile(r"[^{}\[\],:<>]{1,256}:")
@@ -132,24 +132,21 @@ class BraceReader(literals.Cursor):
 
     def _string(self) -> str:
         """Consume a string and its end marker, after its opening marker. Return the string."""
-        start, depth, ends = self._position, 0, list[int]()
+        start, depth = self._position, 0
         for match in self._marks.finditer(self._text, start):
             if match[0] != self._quote:
                 depth = max(0, depth + (1 if match[0] == self._context.mark else -1))
             elif not depth and self._continues(match.end()):
-                ends = [match.start()]
+                end = match.start()
                 break
         else:
-            for match in self._marks.finditer(self._text, start):
-                if match[0] == self._quote and self._continues(match.end()):
-                    ends.append(match.start())
-                    if len(ends) > 1:
-                        break
-        if len(ends) != 1:
+            marks = self._marks.finditer(self._text, start)
+            end = only_end(marks, self._quote, self._continues)
+        if end is None:
             raise ValueError("no end of a string, or several")
         self._context.layout.num_values += 1
-        self._position = ends[0] + len(self._quote)
-        return self._text[start : ends[0]]
+        self._position = end + len(self._quote)
+        return self._text[start:end]
 
     def _continues(self, position: int) -> bool:
         """Return whether the object can continue after a string that ends at `position`."""

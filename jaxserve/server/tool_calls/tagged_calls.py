@@ -15,7 +15,13 @@ from typing import Any
 
 from jaxserve.server.tool_calls import literals, text_feed
 from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
-from jaxserve.server.tool_calls.call_context import CallBody, CallContext, after_space, shape_of
+from jaxserve.server.tool_calls.call_context import (
+    CallBody,
+    CallContext,
+    after_space,
+    only_end,
+    shape_of,
+)
 
 
 class TagCall(CallBody):
@@ -223,7 +229,7 @@ class _Values:
             FormatMismatch: no tag can end the value, or counting finds no end and several tags are
                 possible.
         """
-        tag, depth, ends = self._call.value_tags[1], 0, list[int]()
+        tag, depth = self._call.value_tags[1], 0
         for match in self._tags.finditer(self._text, start):
             if match[0] != tag:
                 depth += self._call.counts(self._text, match.start())
@@ -231,14 +237,10 @@ class _Values:
                 depth -= 1
             elif self._continues(match.end()):
                 return match.start()
-        for match in self._tags.finditer(self._text, start):
-            if match[0] == tag and self._continues(match.end()):
-                ends.append(match.start())
-                if len(ends) > 1:
-                    break
-        if len(ends) != 1:
+        end = only_end(self._tags.finditer(self._text, start), tag, self._continues)
+        if end is None:
             raise text_feed.FormatMismatch
-        return ends[0]
+        return end
 
 
 def _is_json(text: str) -> bool:
