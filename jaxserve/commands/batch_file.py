@@ -37,12 +37,7 @@ def batch_config(**settings: Any) -> ServerConfig:
 
 
 class FileRun:
-    """The answering of a batch file, which writes each answer when it is complete.
-
-    Attributes:
-        num_done: number of answered lines, failed ones included.
-        num_failed: number of lines whose request failed.
-    """
+    """The answering of a batch file, which writes each answer when it is complete."""
 
     def __init__(self, client: InnerClient, sink: BinaryIO, at_once: int) -> None:
         self._client = client
@@ -50,7 +45,7 @@ class FileRun:
         self._places = asyncio.Semaphore(at_once)
         self._seen: set[str] = set()
         self._bar = tqdm(unit=" lines", disable=None)
-        self.num_done = self.num_failed = 0
+        self.num_done = self.num_failed = 0  # lines with an answer, and those whose request failed
 
     async def run(self, texts: Iterator[tuple[int, bytes | None]]) -> None:
         """Answer all lines. A thread reads them, because a pipe may deliver them late."""

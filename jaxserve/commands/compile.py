@@ -78,11 +78,7 @@ def compile_programs(arguments: argparse.Namespace) -> int:
 
 
 def _compile_for_card(arguments: argparse.Namespace) -> int:
-    """Compile the programs of one model for the card of --device, which may be absent.
-
-    Returns:
-        0, or 1 if the compilation cache has no folder.
-    """
+    """As `compile_programs`, for one model and the card of --device, which may be absent."""
     output = StartOutput(sys.stderr)
     try:
         specs = plan_models(arguments.models, options.engine_settings(arguments), ServerConfig())

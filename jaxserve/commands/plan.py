@@ -56,11 +56,7 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve plan`: print the plans, and return the exit status.
-
-    Returns:
-        0, or 1 if the model does not fit in the requested form.
-    """
+    """Run `jaxserve plan`: print the plans. Return 1 if the model does not fit as requested."""
     planning = importlib.import_module("jaxserve.start.plan.make_plan")  # imports JAX
     try:
         config = EngineConfig(

@@ -236,11 +236,7 @@ def chat(remote: Remote, terminal: Terminal, system: str | None, quick: str | No
 
 
 def complete(remote: Remote, terminal: Terminal, quick: str | None) -> int:
-    """Run `jaxserve complete`: complete each line separately.
-
-    Returns:
-        The exit status, as `chat`.
-    """
+    """Run `jaxserve complete`: complete each line separately. Return the exit status, as `chat`."""
     try:
         with remote:
             for line in terminal.lines() if quick is None else [quick]:

@@ -174,16 +174,9 @@ class AsyncLLM(EngineOwner):
         return self._thread.engine.stats()
 
     def inspect(self, read: Callable[[Engine], T]) -> T:
-        """Call `read` with the engine between two steps, on the engine's thread.
+        """Return the result of `read` with the engine between two steps, on the engine's thread.
 
-        The call blocks, so it must not be made on an event loop.
-
-        Returns:
-            The result of `read`.
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
-            Exception: an exception of `read`.
+        The call blocks, so it must not be made on an event loop. It raises exceptions of `read`.
         """
         return self._thread.call(lambda: read(self._thread.engine))
 

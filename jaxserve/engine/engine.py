@@ -147,13 +147,9 @@ class Engine:
         return Detokenizer(self.tokenizer, tail, request.sampling)
 
     def abort(self, request_id: str, error: str | None = None, waiting_only: bool = False) -> bool:
-        """Abort a request, and send its last deltas.
+        """Abort a request, and send its last deltas. Return False if there is no such request.
 
-        Args:
-            waiting_only: whether to abort only a request that has never had a slot.
-
-        Returns:
-            False if there is no such request.
+        With `waiting_only`, only a request that has never had a slot is aborted.
         """
         lives = self._delivery.of_request(request_id)
         if not lives or (waiting_only and any(live.sequence.num_cached >= 0 for live in lives)):

@@ -95,11 +95,7 @@ class Recovery:
             sequence.num_failures = 0
 
     def has_failed(self, plans: list[LaunchPlan]) -> list[Sequence]:
-        """Record a failure, and preempt all sequences.
-
-        Returns:
-            The sequences that must end with an error.
-        """
+        """Record a failure, preempt all sequences, and return those that must end with an error."""
         rows = {sequence for plan in plans for sequence in _sequences(self._slots, plan)}
         running = self._scheduler.running_sequences()
         drawn = {s for s in running if self._slots.num_known[s.slot] > s.num_prompt}

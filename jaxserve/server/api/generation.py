@@ -29,20 +29,14 @@ from jaxserve.server.tool_calls.answer_parts import AnswerPart, Content, Message
 
 @dataclass
 class ChoicePart:
-    """The additions to a choice since its last part.
+    """The additions to a choice since its last part."""
 
-    Attributes:
-        index: number of the choice.
-        text, token_ids, logprobs: the new text, tokens and log-probabilities.
-        finish_reason, stop_reason: set in the last part of the choice.
-        pieces: content, reasoning and tool calls that the new text completes.
-    """
-
-    index: int
+    index: int  # number of the choice
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # set in the last part of the choice, like `stop_reason`
     stop_reason: int | str | None = None
+    # Content, reasoning and tool calls that the new text completes.
     pieces: list[AnswerPart] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 

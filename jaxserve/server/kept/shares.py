@@ -13,19 +13,14 @@ Owner = str | None
 
 
 class Entry(Protocol):
-    """Entry of `Shares`.
+    """Entry of `Shares`."""
 
-    Attributes:
-        owner: API key of the client, or None if the server has no keys.
-        since: start of its age on the monotonic clock.
-        is_running: True if the entry must not be evicted, since its content is not complete.
-    """
-
-    owner: Owner
+    owner: Owner  # API key of the client, or None if the server has no keys
 
     @property
-    def since(self) -> float: ...
+    def since(self) -> float: ...  # start of its age on the monotonic clock
 
+    # True if the entry must not be evicted, since its content is not complete.
     @property
     def is_running(self) -> bool: ...
 

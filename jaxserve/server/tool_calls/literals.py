@@ -123,10 +123,9 @@ def _no_number(name: str) -> NoReturn:
 
 
 def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Parse a list of Python calls with keyword arguments only: `[f(a=1, b="x"), g()]`.
+    """Return the name and the arguments of each call in a list like `[f(a=1, b="x"), g()]`.
 
-    Returns:
-        The name and the arguments of each call.
+    The list is in Python syntax. Calls have keyword arguments only.
 
     Raises:
         ValueError: the text is not such a list.
@@ -280,11 +279,7 @@ _MAX_DIGITS = 4000
 
 
 def property_schema(schema: dict[str, Any], name: str) -> Any:
-    """Return the schema of property `name` of an object schema, with references resolved.
-
-    Returns:
-        The schema of the property, {} if it is unknown.
-    """
+    """Return the schema of a property of an object schema, references resolved, or {}."""
     properties = resolve(schema, schema).get("properties")
     value_schema = properties.get(name) if isinstance(properties, dict) else None
     return resolve(value_schema, schema)

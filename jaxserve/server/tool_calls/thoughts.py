@@ -176,11 +176,7 @@ def _say(
     kind: type[Thought] | type[Content],
     pieces: list[Thought | Content],
 ) -> Reading[bool]:
-    """Return text as it arrives, up to the first of some markers, without white space around it.
-
-    Returns:
-        Whether a marker was found.
-    """
+    """Add text without white space around it, up to a marker. Return whether there was one."""
     pattern, spaces = any_of(ends), list[str]()
     yield from source.skip_space()
     while True:

@@ -55,7 +55,7 @@ class ToolUse:
     holds_thoughts: bool = True
 
 
-def check_tools(tools: list[Tool], field: str = "tools") -> None:
+def check_tools(tools: list[Tool]) -> None:
     """Check the number, total size, names and nesting depth of tools.
 
     Schemas are checked later, when a grammar is built from them.
@@ -64,23 +64,23 @@ def check_tools(tools: list[Tool], field: str = "tools") -> None:
         InvalidRequest: the message names the tool and the fault.
     """
     if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"{field} takes at most {MAX_TOOLS} tools, got {len(tools)}", field)
+        raise InvalidRequest(f"tools takes at most {MAX_TOOLS} tools, got {len(tools)}", "tools")
     if len(msgspec.json.encode(tools)) > MAX_TOOLS_BYTES:
-        raise InvalidRequest(f"{field} takes at most {MAX_TOOLS_BYTES} bytes", field)
+        raise InvalidRequest(f"tools takes at most {MAX_TOOLS_BYTES} bytes", "tools")
     seen = set()
     for tool in tools:
         name = tool.function.name
         if not _NAME.fullmatch(name):
             raise InvalidRequest(
-                f"{field}: a name must be 1 to 128 of a-z, A-Z, 0-9, _, . and -, got {name[:60]!r}",
-                field,
+                f"tools: a name must be 1 to 128 of a-z, A-Z, 0-9, _, . and -, got {name[:60]!r}",
+                "tools",
             )
         if name in seen:
-            raise InvalidRequest(f"{field}: {name!r} is there twice", field)
+            raise InvalidRequest(f"tools: {name!r} is there twice", "tools")
         seen.add(name)
         if not is_within(tool.function.parameters, MAX_DEPTH):
             raise InvalidRequest(
-                f"{field}: parameters of {name!r} are nested deeper than {MAX_DEPTH}", field
+                f"tools: parameters of {name!r} are nested deeper than {MAX_DEPTH}", "tools"
             )
 
 
@@ -174,15 +174,9 @@ def _named_tools(tools: list[Tool], choice: NamedTool) -> list[Tool]:
 def _formed(
     call_format: CallFormat, form: Callable[[CallFormat], CallGrammar]
 ) -> tuple[CallFormat, str]:
-    """Return a grammar of calls in the model's format, or in the default format if that fails.
+    """Return the format of calls and its grammar: the model's, or the default format if that fails.
 
     The format fails if it cannot express a schema, or if its grammar is too large.
-
-    Returns:
-        The format that was used, and the grammar.
-
-    Raises:
-        InvalidRequest: the grammar is too large in both formats.
     """
     try:
         grammar = form(call_format).text()

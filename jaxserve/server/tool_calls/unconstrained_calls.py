@@ -221,10 +221,7 @@ def call_ends(form: CallFormat) -> tuple[str, ...]:
 
 
 def inner_mark(source: text_feed.TextFeed, form: CallFormat, mark: str) -> text_feed.Reading[str]:
-    """Consume and return the marker of a call after the section marker `mark`.
-
-    Returns:
-        The marker of the call, or "" if `mark` is itself the marker of a call.
+    """Consume and return the marker of a call after `mark`, "" if `mark` is one and no section's.
 
     Raises:
         FormatMismatch: no call follows the section marker.
