@@ -16,11 +16,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 import zmq
 
 from jaxserve.engine.event_peer import EventPeer
-from jaxserve.engine.kv_events import KVEventBatch, events_of
+from jaxserve.engine.kv_events import batch_of
 from jaxserve.errors import InvalidRequest
 from jaxserve.scheduling.page_index import Change
 from jaxserve.settings.kv_events import NAME, KVEventsConfig
@@ -174,12 +173,7 @@ class EventPublisher:
 
     def _send(self, changes: Iterable[Change]) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
-        events = [
-            event
-            for change in changes
-            for event in events_of(change, self._block_size, self._window)
-        ]
-        payload = msgspec.msgpack.encode(KVEventBatch(time.time(), events, 0))
+        payload = batch_of(changes, self._block_size, self._window)
         with self._sent_lock:  # before sending, since a subscriber may request a replay at once
             self._sent.append((number, payload))
         self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))

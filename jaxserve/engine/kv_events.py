@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 
 import msgspec
@@ -104,3 +105,9 @@ def events_of(change: Change, block_size: int, window: int | None) -> Iterator[E
         yield BlockRemoved(block_hashes(change.keys), MEDIUM, group_idx=0)
     else:
         yield AllBlocksCleared()
+
+
+def batch_of(changes: Iterable[Change], block_size: int, window: int | None) -> bytes:
+    """Return the events of changes as the payload of one message, in msgpack."""
+    events = [event for change in changes for event in events_of(change, block_size, window)]
+    return msgspec.msgpack.encode(KVEventBatch(time.time(), events, 0))
