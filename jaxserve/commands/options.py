@@ -45,10 +45,7 @@ ENGINE_FIELDS = [
 
 
 class CommandError(Exception):
-    """An error that the user can correct: a setting, a file, a server or a model is wrong.
-
-    All commands raise it. Only its message is shown.
-    """
+    """An error that the user can correct. All commands raise it. Only its message is shown."""
 
 
 def field_help(cls: type) -> dict[str, str]:

@@ -238,8 +238,7 @@ class ServedModel:
 
     async def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         render = self.tokenizer().render_chat
-        characters = sum(len(message["content"] or "") for message in messages)
-        self.check_length(characters, "messages")
+        self.check_length(sum(len(message["content"] or "") for message in messages), "messages")
         inputs = {name: value for name, value in options.items() if name != "chat_template"}
         if len(inputs) < len(options):  # the request has a template
             return await self.request_templates.run(render, messages, **options)
