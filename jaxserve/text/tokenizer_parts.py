@@ -13,6 +13,10 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _PARTS = tuple("normalizer pre_tokenizer post_processor decoder truncation padding".split())
 _BIG = ("vocab", "merges")
 _SETTINGS = ("continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word")
+# Nested repetitions, which can make the library's search panic.
+_NESTED = re.compile(r"(?:[*+]|\{\d*,\d*\})[^(]*\)[*+{]")
+# Signs with which a pattern may match empty text at any position.
+_MAY_BE_EMPTY = re.compile(r"[*?|^$]|\\[bBAzZG]|\{0?,")
 
 
 class TokenizerParts(NamedTuple):
@@ -86,14 +90,6 @@ def num_strings(source: memoryview, most: int) -> int:
     if pairs <= most + most // 64 + 4096:
         return min(pairs, most)
     return sum(1 for _ in islice(_STRING.finditer(source), most + 2))
-
-
-# Nested repetitions, which can make the library's search panic.
-_NESTED = re.compile(r"(?:[*+]|\{\d*,\d*\})[^(]*\)[*+{]")
-
-
-# Signs with which a pattern may match empty text at any position.
-_MAY_BE_EMPTY = re.compile(r"[*?|^$]|\\[bBAzZG]|\{0?,")
 
 
 def nodes(part: Any) -> Iterator[Any]:

@@ -17,6 +17,8 @@ URLS: tuple[str, ...] = get_args(BatchEndpoint)
 # Maximum line length as a multiple of the maximum body, whose characters may be escaped.
 LINE_FACTOR = 2
 MAX_CUSTOM_ID = 512
+# Maximum number of invalid lines that are reported.
+MAX_PROBLEMS = 100
 
 
 class Line(msgspec.Struct):
@@ -151,10 +153,6 @@ def _head(body: msgspec.Raw) -> _Head:
         return msgspec.json.decode(body, type=_Head)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _Head()  # the server refuses it later
-
-
-# Maximum number of invalid lines that are reported.
-MAX_PROBLEMS = 100
 
 
 def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[BatchProblem]]:

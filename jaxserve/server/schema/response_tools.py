@@ -25,8 +25,6 @@ HOSTED_TOOLS = frozenset(
     "image_generation local_shell mcp programmatic_tool_calling shell tool_search web_search "
     "web_search_2025_08_26 web_search_preview web_search_preview_2025_03_11".split()
 )
-
-
 HOSTED_ITEMS = frozenset(
     "apply_patch_call apply_patch_call_output code_interpreter_call computer_call "
     "computer_call_output file_search_call image_generation_call local_shell_call "

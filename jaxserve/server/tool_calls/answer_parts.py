@@ -12,6 +12,8 @@ from typing import Any
 from jaxserve.server.tool_calls.literals import read_json, write_json
 from jaxserve.server.tool_calls.text_feed import UncallableCall
 
+_ALPHABET = string.ascii_letters + string.digits
+
 
 @dataclass(frozen=True)
 class Content:
@@ -145,9 +147,6 @@ def make_call(name: str, arguments: Any, number: str | None = None) -> WrittenCa
         return WrittenCall(name, write_json(arguments), number)
     except ValueError:
         raise UncallableCall from None
-
-
-_ALPHABET = string.ascii_letters + string.digits
 
 
 class AnswerBuffer:

@@ -18,6 +18,7 @@ PROBE_TOOLS = [
 ]
 # Mistral's templates require call ids of nine letters and digits.
 _ID = "call{:05}"
+_THOUGHTS = ("thinking", "reasoning_content")
 
 
 def probe_messages() -> Messages:
@@ -233,9 +234,6 @@ def harmony_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     and such content is appended to the thoughts.
     """
     return [_with_thoughts(message) for message in single_calls(messages)]
-
-
-_THOUGHTS = ("thinking", "reasoning_content")
 
 
 def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:

@@ -49,8 +49,6 @@ def _think(
 
 
 _QWEN = _think(ends_at_calls=True)
-
-
 _COMMAND_THOUGHTS = ThinkingFormat(
     "<|START_THINKING|>",
     "<|END_THINKING|>",
@@ -59,8 +57,6 @@ _COMMAND_THOUGHTS = ThinkingFormat(
         ("<|START_TEXT|>", "<|END_TEXT|>"),
     ),
 )
-
-
 THINKING_FORMATS: dict[str, ThinkingFormat] = {
     "deepseek_r1": _think(is_always=True),
     "deepseek_v3": _think(),
