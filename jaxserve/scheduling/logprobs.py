@@ -103,14 +103,14 @@ def _most_likely(row: np.ndarray, width: int) -> np.ndarray:
 class StepLogprobs(NamedTuple):
     """The log-probabilities that a launch computed, for the rows that request them."""
 
-    # Int32[R], the number of alternatives that each row requests. -1 if a row requests no log-
+    # int32[R], the number of alternatives that each row requests. -1 if a row requests no log-
     # probabilities.
     widths: np.ndarray
     ends: np.ndarray  # int32[R], for each row the position after its last element in `logprobs`
     # T elements, one for the successor of each token of the step. R elements, one for the sampled
     # token of each row, if no row requests prompt scores. None if no row requests any.
     logprobs: TokenLogprobs | None
-    # Float[R, V], the logits of each row's sampled token if the host scores them.
+    # float[R, V], the logits of each row's sampled token if the host scores them.
     logits: np.ndarray | None = None
     # The log-probabilities of prompt tokens that the host computed, by row.
     prompts: Mapping[int, TokenLogprobs] = MappingProxyType({})

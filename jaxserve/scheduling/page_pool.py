@@ -37,9 +37,9 @@ class PagePool:
 
     def reset(self) -> None:
         """Free all pages and remove all cached keys."""
-        # Int32[P], the number of sequences that hold each page.
+        # int32[P], the number of sequences that hold each page.
         self.ref_count = np.zeros(self.num_pages, np.int32)
-        # Bool[P], whether the index finds the page by its key.
+        # bool[P], whether the index finds the page by its key.
         self.is_cached = np.zeros(self.num_pages, bool)
         self.index = PageIndex(self.num_pages)  # the cached pages by their keys
         # A stack whose top is its end. Low page ids are allocated first.

@@ -150,7 +150,7 @@ class ThinkingConstraint:
         elif self._phase == "before":
             # True if the tokens allowed after the next token depend on that token.
             self.is_guided = inner is not None or remaining <= self._ahead
-            # U32[W], allowed tokens as in `Constraint`.
+            # u32[W], allowed tokens as in `Constraint`.
             self.words = self._anything if inner is None else inner.words | self._may_start
         else:
             self.is_guided = inner is not None
