@@ -25,10 +25,9 @@ from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.generate import SAMPLING_FIELDS
 from jaxserve.commands.options import ENGINE_FIELDS, field_help
 from jaxserve.commands.parser import with_options
-from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.environment import check_devices
-from jaxserve.text.generation_config import recommends_sampling
+from jaxserve.text.generation_config import CHAT_SAMPLING, chat_sampling, recommends_sampling
 from tests.support.checkpoint import save_checkpoint
 from tests.support.kept_programs import users_environment
 from tests.support.quick_code import quick_programs

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.server.tool_calls.answer import AnswerReader, ThoughtState, readers_of
+from jaxserve.server.tool_calls.answer import AnswerReader, readers_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.gemma import BracedCall
 from jaxserve.server.tool_calls.tagged_calls import TagCall
+from jaxserve.server.tool_calls.thoughts import ThoughtState
 from jaxserve.server.tool_calls.tools import CallUse
 from jaxserve.server.tool_calls.unconstrained_calls import call_ends, pairs_of
 from tests.server.call_writer import parameter, write
