@@ -16,7 +16,7 @@ from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.expert_places import place_tables
 from jaxserve.models.experts import CountedRows, SparseMLP
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
-from jaxserve.models.layers import Embedding, GatedMLP, Norm, Residual, norm_options
+from jaxserve.models.layers import Embedding, Norm, Residual, build_mlp, norm_options
 from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator
 from jaxserve.models.mixers import MIXERS, Kept, MixerInputs
 from jaxserve.models.paged import KVPages, PagedStep
@@ -69,7 +69,7 @@ class DecoderLayer(nnx.Module):
         elif config.experts is not None and config.experts.layers[index]:
             self.mlp = SparseMLP(config, config.experts, dtype, rngs, traits)
         else:
-            self.mlp = GatedMLP(config, dtype, rngs, traits)
+            self.mlp = build_mlp(config, dtype, rngs, traits)
         self.mlp_out_norm = norm() if after and has_mlp else None
 
     def __call__(

@@ -20,7 +20,7 @@ from jaxserve.models.config.experts import Experts
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.expert_places import chosen_places
 from jaxserve.models.family import FamilyTraits
-from jaxserve.models.layers import GatedMLP
+from jaxserve.models.layers import build_mlp, squared
 from jaxserve.models.linear import accumulator, constant, matmul, normal, value_of, weight
 from jaxserve.models.paged import LogicalAxes, PagedStep
 from jaxserve.models.panels import BlockPanels, PanelWeight, QuantizedPanels
@@ -56,10 +56,18 @@ class SparseMLP(nnx.Module):
         self.experts, self.split = experts, config.split
         self.kind: Router = traits.router
         self.router = weight(rngs, (embed, count), ("embed", "experts"), dtype)
-        self.gate_up = _stacked(
-            rngs, (count, embed, 2, mlp), ("experts", "embed", "gate_up", "mlp"), dtype
-        )
-        self.down = _stacked(rngs, (count, mlp, embed), ("experts", "mlp", "embed"), dtype)
+        # Experts may work in a space of fewer dimensions, with a projection before and after.
+        latent, width = experts.latent, experts.latent or embed
+        self.before = weight(rngs, (embed, width), ("embed", "latent"), dtype) if latent else None
+        self.after = weight(rngs, (width, embed), ("latent", "embed"), dtype) if latent else None
+        self.is_gated = traits.activation != "relu2"
+        pair: LogicalAxes = ("experts", "embed", "gate_up", "mlp")
+        if self.is_gated:
+            self.gate_up, self.up = _stacked(rngs, (count, width, 2, mlp), pair, dtype), None
+        else:
+            axes = (*pair[:2], pair[3])
+            self.gate_up, self.up = None, _stacked(rngs, (count, width, mlp), axes, dtype)
+        self.down = _stacked(rngs, (count, mlp, width), ("experts", "mlp", "embed"), dtype)
         if traits.router == "chosen":
             self.router_bias = constant(0.0, (count,), ("experts",), dtype)
             axes: LogicalAxes = ("experts", "gate_up", "mlp")
@@ -70,8 +78,8 @@ class SparseMLP(nnx.Module):
         # Corrections have at least float32, because scores are compared in at least float32.
         correction = constant(0.0, (count,), ("experts",), accumulator(dtype))
         self.correction = correction if traits.router == "sigmoid" else None
-        shared = GatedMLP(config, dtype, rngs, traits, experts.shared) if experts.shared else None
-        self.shared = shared
+        shared = experts.shared
+        self.shared = build_mlp(config, dtype, rngs, traits, shared) if shared else None
         has_gate = experts.shared_gate
         self.shared_gate = weight(rngs, (embed, 1), ("embed", "taps"), dtype) if has_gate else None
 
@@ -88,7 +96,9 @@ class SparseMLP(nnx.Module):
             real = step.slot_mapping >= 0
             if step.places is not None:
                 chosen = chosen_places(chosen, step.positions, step.places)
-            y = self._experts(x, weights, chosen, real, step.implementation)
+            inputs = x if self.before is None else matmul(x, self.before[...])
+            y = self._experts(inputs, weights, chosen, real, step.implementation)
+            y = y if self.after is None else matmul(y, self.after[...], out_dtype=y.dtype)
         if self.split.axis is None:
             return y if self.shared is None else y + self._gated(x, self.shared(x))
         # A single sum over devices for the routed experts and the shared one.
@@ -125,8 +135,13 @@ class SparseMLP(nnx.Module):
         sizes = (expert[:, None] == jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
         owner = expert[order]
-        rows = _product(x[order // fanout], self.gate_up[...], sizes, implementation)
-        hidden = self._activate(_add_bias(rows, self.gate_up_bias, owner))  # of [T * C, 2, M]
+        inputs = x[order // fanout]
+        if self.gate_up is not None:
+            rows = _product(inputs, self.gate_up[...], sizes, implementation)
+            hidden = self._activate(_add_bias(rows, self.gate_up_bias, owner))  # of [T * C, 2, M]
+        else:
+            assert self.up is not None
+            hidden = squared(_product(inputs, self.up[...], sizes, implementation))
         rows = _product(hidden.astype(x.dtype), self.down[...], sizes, implementation)
         rows = self._add_down_bias(rows, owner)[place].reshape(*chosen.shape, -1)
         if axis is not None:  # rows of padding and of other devices' experts are arbitrary

@@ -27,7 +27,7 @@ class FamilyTraits:
         norm_centered: norms subtract the mean first.
         norm_offset: number added to the scale of every norm (Gemma stores the difference from 1).
         norm_rounds_last: norms are scaled before they are rounded to 16 bits, instead of after.
-        activation: activation of the gated MLP.
+        activation: activation of the gated MLP, or "relu2" for an MLP without gate.
         router: how experts are chosen (see `routing.route`); "chosen" also adds biases to router
             and experts, and selects gpt-oss's activation.
         gated: a gate for each number of a query head, projected like the query, multiplies the
@@ -43,7 +43,7 @@ class FamilyTraits:
     norm_centered: bool = False
     norm_offset: float = 0.0
     norm_rounds_last: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     router: Literal["softmax", "sigmoid", "chosen"] = "softmax"
     sinks: bool = False
     gated: bool = False

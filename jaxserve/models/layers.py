@@ -231,6 +231,65 @@ class Embedding(nnx.Module):
         return matmul(hidden, project, out_dtype=accumulator(hidden.dtype))
 
 
+class SquaredMLP(nnx.Module):
+    """down(relu(up(x)) ** 2) (So et al. 2021, "Primer")."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs | None,
+        width: int | None = None,
+    ) -> None:
+        self.split = config.split
+        embed, mlp = config.hidden_size, width or config.intermediate_size
+        self.up = weight(rngs, (embed, mlp), ("embed", "mlp"), dtype)
+        self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), dtype)
+        bias = config.mlp_bias
+        self.up_bias = constant(0.0, (1, mlp), ("taps", "mlp"), dtype) if bias else None
+        self.down_bias = constant(0.0, (embed,), ("embed",), dtype) if bias else None
+
+    def __call__(
+        self, x: Float[Array, "T D"], kernel: str = "xla", implementation: str = "xla"
+    ) -> Float[Array, "*parts T D"]:
+        """Return the result, with the arguments and the form of a `GatedMLP`."""
+        bias = value_of(self.down_bias)
+        return matmul_to_add(
+            self._hidden(x),
+            self.down[...],
+            kernel,
+            bias=bias,
+            implementation=implementation,
+            split=self.split,
+        )
+
+    def share(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return this device's summand of the result, in at least float32, without the bias."""
+        return matmul(self._hidden(x), self.down[...], out_dtype=accumulator(x.dtype))
+
+    def _hidden(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
+        bias = None if self.up_bias is None else self.up_bias[...][0]
+        return squared(matmul(x, self.up[...], bias=bias))
+
+
+def squared(x: Float[Array, "*sizes"]) -> Float[Array, "*sizes"]:
+    """Compute relu(x) ** 2."""
+    return jnp.square(jax.nn.relu(x))
+
+
+def build_mlp(
+    config: ModelConfig,
+    dtype: DTypeLike,
+    rngs: nnx.Rngs | None,
+    traits: FamilyTraits,
+    width: int | None = None,
+) -> GatedMLP | SquaredMLP:
+    """Make the MLP of a family, of the model's width by default."""
+    if traits.activation == "relu2":
+        return SquaredMLP(config, dtype, rngs, width)
+    return GatedMLP(config, dtype, rngs, traits, width)
+
+
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020, "SwiGLU"), with gate and up in one product.
 
@@ -245,6 +304,7 @@ class GatedMLP(nnx.Module):
         traits: FamilyTraits = LLAMA_TRAITS,
         width: int | None = None,
     ) -> None:
+        assert traits.activation != "relu2"
         self.activation: Activation = traits.activation
         self.split = config.split
         embed, mlp = config.hidden_size, width or config.intermediate_size

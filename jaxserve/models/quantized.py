@@ -32,6 +32,11 @@ PROJECTIONS: Mapping[LogicalAxes, int] = MappingProxyType(
         ("kv_heads", "group", "head_dim", "embed"): 3,
         ("embed", "gate_up", "mlp"): 1,
         ("mlp", "embed"): 1,
+        ("embed", "mlp"): 1,
+        ("embed", "state_parts"): 1,
+        # Attention with gates.
+        ("embed", "kv_heads", "group", "gate_up", "head_dim"): 1,
+        ("embed", "kv_heads", "gate_up", "head_dim"): 1,
         # Latent attention.
         ("embed", "latent"): 1,
         ("latent", "kv_heads", "head_dim"): 1,
@@ -41,7 +46,11 @@ PROJECTIONS: Mapping[LogicalAxes, int] = MappingProxyType(
 )
 # The same for experts. The first dimension is the expert, the second the input of its matrix.
 EXPERTS: frozenset[LogicalAxes] = frozenset(
-    {("experts", "embed", "gate_up", "mlp"), ("experts", "mlp", "embed")}
+    {
+        ("experts", "embed", "gate_up", "mlp"),
+        ("experts", "embed", "mlp"),
+        ("experts", "mlp", "embed"),
+    }
 )
 
 

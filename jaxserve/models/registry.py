@@ -28,6 +28,7 @@ from jaxserve.models.families.lfm2 import LFM2
 from jaxserve.models.families.llama import LLAMA
 from jaxserve.models.families.mistral import MISTRAL
 from jaxserve.models.families.mixtral import MIXTRAL
+from jaxserve.models.families.nemotron_h import NEMOTRON_H
 from jaxserve.models.families.olmo import OLMO
 from jaxserve.models.families.phi3 import PHI3
 from jaxserve.models.families.qwen import QWEN
@@ -65,6 +66,7 @@ FAMILIES = (
     GEMMA,
     GLM,
     LFM2,
+    NEMOTRON_H,
     QWEN3_5,
 )
 # Architectures by their names in config.json.

@@ -33,6 +33,12 @@ def embedding_weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
+def of_layer(tensor: WeightName, index: int) -> WeightName:
+    """Return a tensor of one layer under the prefix of layer `index`."""
+    path = f"layers.{index}.{tensor.path}"
+    return replace(tensor, name=f"model.layers.{index}.{tensor.name}", path=path)
+
+
 def every_layer(
     layer: Sequence[WeightName],
     config: ModelConfig,
@@ -48,9 +54,7 @@ def every_layer(
         sparse: True selects the layers with experts, False the layers without, None all layers.
     """
     return [
-        replace(
-            tensor, name=f"model.layers.{index}.{tensor.name}", path=f"layers.{index}.{tensor.path}"
-        )
+        of_layer(tensor, index)
         for index in range(config.num_hidden_layers)
         if sparse in (None, config.experts is not None and config.experts.layers[index])
         and (mixer is None or mixer in config.mixers_of(index))

@@ -11,7 +11,7 @@ from types import EllipsisType
 import numpy as np
 
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.config.recurrent import GatedDelta, ShortConv
+from jaxserve.models.config.recurrent import GatedDelta, Mamba2, ShortConv
 
 Index = tuple[int | slice | EllipsisType, ...]
 
@@ -135,12 +135,16 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         sizes |= {"One": 1, "W": config.recurrent.width}
     if isinstance(config.recurrent, ShortConv):
         sizes |= {"X": 3, "Y": config.recurrent.channels}
+    if isinstance(mamba := config.recurrent, Mamba2):
+        values = mamba.parts[0]
+        sizes |= {"Vals": values, "Xbc": sum(mamba.parts), "Heads": mamba.heads}
+        sizes |= {"Groups": mamba.groups, "Size": values // mamba.groups}
     if isinstance(delta := config.recurrent, GatedDelta):
         channels, values = sum(delta.parts), delta.parts[2]
         sizes |= {"Qkv": channels, "Vals": values, "Fused": channels + values, "Out": delta.outputs}
         sizes |= {"Heads": delta.heads, "Keys": delta.groups, "Per": delta.heads // delta.groups}
     if (experts := config.experts) is not None:
-        sizes |= {"E": experts.count, "M": experts.size, "S": experts.shared}
+        sizes |= {"E": experts.count, "M": experts.size, "S": experts.shared, "Lat": experts.latent}
     if (latent := config.latent) is not None:
         sizes |= {"L": latent.query_rank or 0, "C": latent.rank, "J": latent.rank + latent.rotary}
         sizes |= {"A": latent.key, "B": latent.plain + latent.value, "U": latent.value}

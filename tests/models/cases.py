@@ -108,6 +108,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("Ministral", {"sliding_window": 9, "head_dim": 12}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", {}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layer_norm_epsilon": 1e-3,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "moe", FULL, "mlp"],
+            "head_dim": 12,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "conv_kernel": 4,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 20,
+            "routed_scaling_factor": 1.5,
+            "n_group": 3,
+            "topk_group": 2,
+        },
+    ),
     "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA, **SHARED_EXPERT}),
     "qwen3_5": ("Qwen3_5", {**DELTA}),
     "qwen3_next": ("Qwen3Next", {**DELTA, **SHARED_EXPERT}),
@@ -443,6 +464,22 @@ CASES: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.3,
         "layer_types": [FULL, CONV, CONV],
     },
+    "nemotron_h_all_kinds": {},
+    "nemotron_h_latent_biases": {
+        "moe_latent_size": 20,
+        "use_bias": True,
+        "conv_kernel": 7,
+        "n_groups": 1,
+        "layers_block_type": ["linear_attention", "linear_attention", "moe", FULL],
+    },
+    "nemotron_h_dense_tied": {
+        "layers_block_type": ["linear_attention", "mlp", FULL, "mlp"],
+        "tie_word_embeddings": True,
+        "mlp_bias": True,
+        "use_conv_bias": False,
+        "conv_kernel": 3,
+        "n_groups": 6,
+    },
     "qwen3_5_two_a_key": {},
     "qwen3_5_tied_wide_taps": {
         "tie_word_embeddings": True,
@@ -540,7 +577,11 @@ def fields_of(case: str) -> dict[str, Any]:
     """Return the config.json fields that a case sets."""
     layers = {"num_hidden_layers": 1} if case in ONE_LAYER else {}
     fields = {**SIZES, **FAMILIES[family_of(case)][1], **layers, **CASES[case]}
-    if {"layer_norm_eps", "norm_eps"} & fields.keys():  # in place of the other
+    if {
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "norm_eps",
+    } & fields.keys():  # in place of the other
         del fields["rms_norm_eps"]
     return fields
 

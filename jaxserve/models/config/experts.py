@@ -23,6 +23,7 @@ class Experts:
         groups, kept_groups: number of groups of experts, and of groups with the best scores from
             which experts are chosen.
         shared: width of an additional MLP that every token passes, or 0 without one.
+        latent: number of dimensions that the experts work in, or 0 for those of the model.
         shared_gate: the additional MLP has a gate for each token.
         alpha, limit: constants of gpt-oss's clamped activation.
         packed: the experts in the checkpoint are MXFP4.
@@ -38,6 +39,7 @@ class Experts:
     groups: int = 1
     kept_groups: int = 1
     shared: int = 0
+    latent: int = 0
     shared_gate: bool = False
     alpha: float = 1.0
     limit: float = 0.0

@@ -15,7 +15,7 @@ from jaxserve.errors import UnsupportedModel
 from jaxserve.models.config.experts import Experts
 from jaxserve.models.config.fields import MAX_POSITIONS, Fields, shown
 from jaxserve.models.config.latent import Latent
-from jaxserve.models.config.layers import ATTENTION, MAX_LAYERS, LayerTable
+from jaxserve.models.config.layers import ATTENTION, LayerTable
 from jaxserve.models.config.quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.quantization import StoredQuantization, read_quantization
 from jaxserve.models.config.recurrent import Recurrent, StateShape
@@ -289,7 +289,7 @@ def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[st
         fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     return {
         "hidden_size": hidden,
-        "num_hidden_layers": fields.integer("num_hidden_layers", 1, MAX_LAYERS),
+        "num_hidden_layers": rules.depth(fields),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,

@@ -7,7 +7,7 @@ from typing import Any
 from jaxserve.models.config.experts import ReadExperts, no_experts
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.latent import ReadLatent, no_latent
-from jaxserve.models.config.layers import ReadLayers, full_attention
+from jaxserve.models.config.layers import MAX_LAYERS, ReadLayers, full_attention
 from jaxserve.models.config.recurrent import ReadRecurrent, no_states
 from jaxserve.models.config.rope import RopeRules
 
@@ -38,6 +38,11 @@ class Scales:
     residual: float = 1.0
     logit_divisor: float = 1.0
     logit_factor: float = 1.0
+
+
+def plain_depth(fields: Fields) -> int:
+    """Return the number of layers, `num_hidden_layers`."""
+    return fields.integer("num_hidden_layers", 1, MAX_LAYERS)
 
 
 def plain_mlp(fields: Fields) -> int:
@@ -78,6 +83,7 @@ class ConfigRules:
         experts: reads the mixture of experts.
         latent: reads the sizes of latent attention.
         recurrent: reads the sizes of layers with states.
+        depth: reads the number of layers.
         mlp_size: reads the width of the MLP.
         extra_layers: the field that counts additional layers at the end of the checkpoint. They
             predict further tokens and are not read.
@@ -102,6 +108,7 @@ class ConfigRules:
     experts: ReadExperts = no_experts
     latent: ReadLatent = no_latent
     recurrent: ReadRecurrent = no_states
+    depth: Callable[[Fields], int] = plain_depth
     mlp_size: Callable[[Fields], int] = plain_mlp
     extra_layers: str | None = None
     tied: bool = False

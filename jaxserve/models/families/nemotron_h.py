@@ -1,0 +1,276 @@
+"""Nemotron-H (NVIDIA 2025) and Nemotron 3 (2026): Mamba-2, attention, MLPs and experts.
+
+Each layer is one of them. Attention does not rotate. Reference implementation:
+`NemotronHForCausalLM` in Hugging Face Transformers.
+"""
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+from jaxserve.models.config.experts import MAX_EXPERT, MAX_SCALE, Experts, expert_width
+from jaxserve.models.config.fields import Fields
+from jaxserve.models.config.layers import ATTENTION, FULL, MAX_LAYERS, LayerTable
+from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.recurrent import MAX_HEADS, MAX_SIZE, MAX_TAPS, Mamba2
+from jaxserve.models.config.rules import HEADS, ConfigRules, plain_depth
+from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.weight_names import (
+    FINAL_NORM,
+    attention_projections,
+    embedding_weights,
+    every_layer,
+    of_layer,
+)
+from jaxserve.models.weight_table import WeightName
+
+MAMBA, LINEAR, MLP, MOE = "mamba2", "linear_attention", "mlp", "moe"
+LETTERS = MappingProxyType({"M": LINEAR, "E": MOE, "*": FULL, "-": MLP})
+OLD_NAMES = MappingProxyType({"mamba": LINEAR, "attention": FULL})
+
+
+def _depth(fields: Fields) -> int:
+    """Read the number of layers, which the list of kinds implies if there is no field."""
+    listed = fields.take("layers_block_type") or fields.take("layer_types")
+    if fields.has("num_hidden_layers") or not isinstance(listed, list):
+        return plain_depth(fields)
+    return min(max(1, len(listed)), MAX_LAYERS)
+
+
+def _kinds(fields: Fields, layers: int) -> Sequence[Any]:
+    """Read the kind of each layer, from a list or from a letter for each."""
+    pattern = fields.take("hybrid_override_pattern")
+    listed = fields.take("layers_block_type") or fields.take("layer_types")
+    kinds: Any = listed
+    if listed is None:
+        kinds = [LETTERS.get(letter) for letter in pattern] if isinstance(pattern, str) else None
+    if isinstance(kinds, list):
+        kinds = [OLD_NAMES.get(kind, kind) if isinstance(kind, str) else None for kind in kinds]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or any(kind not in LETTERS.values() for kind in kinds)
+    ):
+        allowed = ", ".join(map(repr, LETTERS.values()))
+        fields.refuse("layers_block_type", f"one of {allowed} for each of {layers} layers")
+        return [FULL] * layers
+    return kinds
+
+
+def _layers(fields: Fields, layers: int) -> LayerTable:
+    mixers = {LINEAR: (MAMBA,), FULL: (ATTENTION,)}
+    kinds = _kinds(fields, layers)
+    return LayerTable(
+        (None,) * layers,
+        (False,) * layers,
+        tuple(mixers.get(kind, ()) for kind in kinds),
+        tuple(kind in (MLP, MOE) for kind in kinds),
+    )
+
+
+def _experts(fields: Fields, layers: int) -> Experts | None:
+    kinds = _kinds(fields, layers)
+    if MOE not in kinds:
+        for name in EXPERT_FIELDS:
+            fields.take(name)
+        return None
+    count = fields.integer("n_routed_experts", 1, 1 << 12, default=8)
+    groups = fields.integer("n_group", 1, count, default=1)
+    latent = 0
+    if fields.has("moe_latent_size"):
+        latent = fields.integer("moe_latent_size", 1, 1 << 17)
+    shared = fields.integer("n_shared_experts", 0, 64, default=1)
+    width = fields.integer("moe_shared_expert_intermediate_size", 1, MAX_EXPERT, default=7688)
+    return Experts(
+        count,
+        expert_width(fields, "moe_intermediate_size"),
+        fields.integer("num_experts_per_tok", 1, count, default=2),
+        tuple(kind == MOE for kind in kinds),
+        normalize=fields.flag("norm_topk_prob", default=True),
+        scaling=fields.number("routed_scaling_factor", 0.0, MAX_SCALE, default=1.0),
+        groups=groups,
+        kept_groups=fields.integer("topk_group", 1, groups, default=1),
+        shared=width if shared else 0,
+        latent=latent,
+    )
+
+
+EXPERT_FIELDS = (
+    "moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size n_group "
+    "n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor "
+    "topk_group"
+).split()
+
+
+def _mamba(fields: Fields) -> Mamba2:
+    heads = fields.integer("mamba_num_heads", 1, MAX_HEADS, default=128)
+    groups = fields.integer("n_groups", 1, MAX_HEADS, default=8)
+    if heads % groups:
+        fields.refuse("n_groups", f"a divisor of mamba_num_heads ({heads})")
+        groups = 1
+    return Mamba2(
+        fields.integer("conv_kernel", 2, MAX_TAPS, default=4),
+        groups,
+        heads,
+        fields.integer("ssm_state_size", 1, MAX_SIZE, default=128),
+        fields.integer("mamba_head_dim", 1, MAX_SIZE, default=64),
+        fields.flag("use_conv_bias", default=True),
+        fields.flag("use_bias", default=False),
+        fields.number("time_step_min", 0.0, 1e6, default=0.001),
+        float("inf"),
+    )
+
+
+def mamba_weights(config: ModelConfig, name: str) -> list[WeightName]:
+    """Return the tensors of one Mamba-2 mixer, whose names begin with `name`."""
+    sizes = config.recurrent
+    assert isinstance(sizes, Mamba2)
+    parts = ("gate", "mixed", "steps")
+    sides = ("Vals", "Xbc", "Heads")
+    tensors = [
+        WeightName(
+            f"{name}.in_proj.weight",
+            f"(Vals | Xbc | Heads) D -> D {side}",
+            f"mamba.{part}",
+            part=nth,
+        )
+        for nth, (part, side) in enumerate(zip(parts, sides, strict=True))
+    ]
+    if sizes.bias:
+        tensors += [
+            WeightName(
+                f"{name}.in_proj.bias",
+                f"(Vals | Xbc | Heads) -> {side}",
+                f"mamba.{part}_bias",
+                (0,),
+                part=nth,
+            )
+            for nth, (part, side) in enumerate(zip(parts, sides, strict=True))
+        ]
+        tensors.append(WeightName(f"{name}.out_proj.bias", "D -> D", "mamba.out_bias"))
+    if sizes.conv_bias:
+        tensors.append(WeightName(f"{name}.conv1d.bias", "Xbc -> Xbc", "mamba.taps_bias", (0,)))
+    return [
+        *tensors,
+        WeightName(f"{name}.conv1d.weight", "Xbc One W -> W One Xbc", "mamba.taps"),
+        WeightName(f"{name}.A_log", "Heads -> Heads", "mamba.constants", (0,)),
+        WeightName(f"{name}.dt_bias", "Heads -> Heads", "mamba.constants", (1,)),
+        WeightName(f"{name}.D", "Heads -> Heads", "mamba.constants", (2,)),
+        WeightName(f"{name}.norm.weight", "(Groups Size) -> Groups Size", "mamba.norm.scale"),
+        WeightName(f"{name}.out_proj.weight", "D Vals -> Vals D", "mamba.out"),
+    ]
+
+
+def _moe(config: ModelConfig) -> list[WeightName]:
+    experts = config.experts
+    assert experts is not None
+    layer = [
+        WeightName("mixer.gate.weight", "E D -> D E", "mlp.router"),
+        WeightName("mixer.gate.e_score_correction_bias", "E -> E", "mlp.correction"),
+    ]
+    inner = "Lat" if experts.latent else "D"
+    for index in range(experts.count):
+        name = f"mixer.experts.{index}"
+        layer += [
+            WeightName(f"{name}.up_proj.weight", f"M {inner} -> {inner} M", "mlp.up", (index,)),
+            WeightName(f"{name}.down_proj.weight", f"{inner} M -> M {inner}", "mlp.down", (index,)),
+        ]
+    if experts.latent:
+        layer += [
+            WeightName("mixer.fc1_latent_proj.weight", "Lat D -> D Lat", "mlp.before"),
+            WeightName("mixer.fc2_latent_proj.weight", "D Lat -> Lat D", "mlp.after"),
+        ]
+    if experts.shared:
+        shared = "mixer.shared_experts"
+        layer += [
+            WeightName(f"{shared}.up_proj.weight", "S D -> D S", "mlp.shared.up"),
+            WeightName(f"{shared}.down_proj.weight", "D S -> S D", "mlp.shared.down"),
+        ]
+    return layer
+
+
+def _weights(config: ModelConfig) -> list[WeightName]:
+    mlp = [
+        WeightName("mixer.up_proj.weight", "F D -> D F", "mlp.up"),
+        WeightName("mixer.down_proj.weight", "D F -> F D", "mlp.down"),
+    ]
+    if config.mlp_bias:
+        mlp += [
+            WeightName("mixer.up_proj.bias", "F -> F", "mlp.up_bias", (0,)),
+            WeightName("mixer.down_proj.bias", "D -> D", "mlp.down_bias"),
+        ]
+    mixer_norm = WeightName("norm.weight", "D -> D", "attention_norm.scale")
+    mlp_norm = WeightName("norm.weight", "D -> D", "mlp_norm.scale")
+    tensors = [
+        *embedding_weights(config),
+        *every_layer([mixer_norm, *attention_projections(config)], config, mixer=ATTENTION),
+        *every_layer([mixer_norm, *mamba_weights(config, "mixer")], config, mixer=MAMBA),
+        FINAL_NORM,
+    ]
+    is_sparse = (False,) * config.num_hidden_layers
+    if config.experts is not None:
+        is_sparse = config.experts.layers
+        tensors += every_layer([mlp_norm, *_moe(config)], config, sparse=True)
+    for index, sparse in enumerate(is_sparse):
+        if config.has_mlp(index) and not sparse:
+            tensors += [of_layer(weight, index) for weight in (mlp_norm, *mlp)]
+    return tensors
+
+
+TENSORS = (
+    (r"^backbone\.", "model."),
+    (r"^model\.embeddings\.", "model.embed_tokens."),
+    (r"^model\.norm_f\.", "model.norm."),
+    (r"\.mixer\.([qkvo]_proj)\.", r".self_attn.\1."),
+)
+NEMOTRON_H = Family(
+    architectures={
+        "NemotronHForCausalLM": Architecture(
+            ConfigRules(
+                "nemotron_h",
+                renamed=MappingProxyType(
+                    {
+                        "layer_norm_epsilon": "rms_norm_eps",
+                        "mamba_n_groups": "n_groups",
+                        "mamba_d_conv": "conv_kernel",
+                        "mamba_dt_min": "time_step_min",
+                        "mamba_conv_bias": "use_conv_bias",
+                    }
+                ),
+                neutral=MappingProxyType(
+                    {
+                        "attention_bias": False,
+                        "hidden_act": None,
+                        "mamba_hidden_act": "silu",
+                        "mamba_proj_bias": False,
+                        "mlp_hidden_act": "relu2",
+                        "moe_shared_expert_overlap": (True, False),
+                        "residual_in_fp32": False,
+                        "sliding_window": None,
+                    }
+                ),
+                ignored=frozenset(
+                    """
+                    chunk_size expand mamba_chunk_size mamba_dt_init_floor mamba_dt_limit
+                    mamba_dt_max mamba_expand mamba_ssm_cache_dtype mtp_hybrid_override_pattern
+                    mtp_layers_block_type num_local_experts num_logits_to_keep
+                    num_nextn_predict_layers output_router_logits partial_rotary_factor
+                    rescale_prenorm_residual rope_theta time_step_floor time_step_limit
+                    time_step_max use_mamba_kernels
+                    """.split()
+                ),
+                explicit=HEADS,
+                depth=_depth,
+                layers=_layers,
+                experts=_experts,
+                recurrent=_mamba,
+                mlp_bias=None,
+                qkv_bias=False,
+                output_bias=False,
+            ),
+            _weights,
+            FamilyTraits(norm_rounds_last=True, activation="relu2", router="sigmoid"),
+            tensors=TENSORS,
+        )
+    }
+)
