@@ -472,9 +472,8 @@ CASES: dict[str, dict[str, Any]] = {
         "n_groups": 1,
         "layers_block_type": ["linear_attention", "linear_attention", "moe", FULL],
     },
-    "nemotron_h_dense_tied": {
+    "nemotron_h_dense_biases": {
         "layers_block_type": ["linear_attention", "mlp", FULL, "mlp"],
-        "tie_word_embeddings": True,
         "mlp_bias": True,
         "use_conv_bias": False,
         "conv_kernel": 3,

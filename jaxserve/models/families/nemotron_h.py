@@ -74,6 +74,7 @@ def _experts(fields: Fields, layers: int) -> Experts | None:
         for name in EXPERT_FIELDS:
             fields.take(name)
         return None
+    fields.neutral({"mlp_bias": False})
     count = fields.integer("n_routed_experts", 1, 1 << 12, default=8)
     groups = fields.integer("n_group", 1, count, default=1)
     latent = 0
@@ -247,6 +248,7 @@ NEMOTRON_H = Family(
                         "moe_shared_expert_overlap": (True, False),
                         "residual_in_fp32": False,
                         "sliding_window": None,
+                        "tie_word_embeddings": False,
                     }
                 ),
                 ignored=frozenset(
