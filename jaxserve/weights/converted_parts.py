@@ -16,8 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.models import Decoder, ModelConfig, abstract_model
-from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SplitWeight
-from jaxserve.models.token_rounding import TokenRounded
+from jaxserve.models.placed_weight import weights_in
 from jaxserve.weights.converted import (
     WEIGHTS,
     ConvertedModel,
@@ -27,9 +26,9 @@ from jaxserve.weights.converted import (
     with_scales,
 )
 from jaxserve.weights.group_borders import check_groups
-from jaxserve.weights.model_weights import parameters_of, place_on_default
+from jaxserve.weights.model_weights import parameters_of
 from jaxserve.weights.parameter_arrays import named_arrays
-from jaxserve.weights.placement import divided, finishing, panelled, placed_scales, scales_of
+from jaxserve.weights.placement import Placement, placed_scales, scales_of
 from pallas_kernels.quantized_codes import codes_a_row
 
 if TYPE_CHECKING:
@@ -58,15 +57,12 @@ def load_converted_parts(
     model = abstract_model(config, jnp.dtype(converted.dtype))
     parameters, tree = parameters_of(model), expected_tree(converted, model)
     check_groups(config, parameters, _groups(tree))
-    place = panelled(place_on_default, parameters) if panels else place_on_default
-    place = divided(place, config, parameters, mesh)
-    finish = finishing(config, parameters, panels, mesh)
-    of_scales = scales_of(model)
+    placement, of_scales = Placement(config, parameters, None, panels, mesh), scales_of(model)
 
     def placed(path: str, value: Any) -> Array:
         if path in of_scales:
             return placed_scales(value, config, mesh)
-        return place(path, value) if isinstance(value, np.ndarray) else finish(path, value)
+        return placement.placed(path, value)
 
     def read(_: Any) -> dict[str, Any]:
         return {path: placed(path, whole(converted, path, form)) for path, form in tree.items()}
@@ -97,10 +93,8 @@ def _groups(tree: Mapping[str, Any]) -> dict[str, int]:
     # Inputs that share a scale, by path of the quantized parameters.
     sizes: dict[str, int] = {}
     for path, value in tree.items():
-        weight = value.weight if isinstance(value, TokenRounded) else value
-        for part in weight.weights if isinstance(weight, SplitWeight) else (weight,):
-            if isinstance(part, QuantizedWeight | QuantizedExperts):
-                groups, width = part.scales.shape[-2], codes_a_row(part.form)
-                size = part.values.shape[-2] * width // groups if groups > 1 else width
-                sizes[path] = max(size, sizes.get(path, 1))
+        for weight in weights_in(value):
+            assert weight.scales is not None
+            size = weight.group if weight.scales.shape[-2] > 1 else codes_a_row(weight.form)
+            sizes[path] = max(size, sizes.get(path, 1))
     return sizes

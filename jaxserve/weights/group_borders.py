@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models import ModelConfig
-from jaxserve.models.quantized import EXPERTS, PROJECTIONS
+from jaxserve.models.placed_weight import EXPERTS, PROJECTIONS
 from jaxserve.models.shards import part_of
 from jaxserve.weights.block_quantize import block_forms
 from jaxserve.weights.placement import in_blocks
