@@ -58,7 +58,7 @@ def load_weights(
     kv_scales: bool = False,
     check_finite: bool = True,
     on_progress: Progress | None = None,
-    place: Place | None = None,
+    place: Place = place_on_default,
     panels: bool = False,
     packed: bool = False,
     mesh: Mesh | None = None,
@@ -93,18 +93,12 @@ def load_weights(
     in_blocks = packed and quantization is None
     blocks = block_sizes(sorted_.table, entries, parameters, panels) if in_blocks and mesh else {}
     _check_division(config, parameters, quantization, panels, sorted_, blocks)
-    put = place or place_on_default
-    placement = Placement(config, parameters, quantization, panels, mesh, put)
+    placement = Placement(config, parameters, quantization, panels, mesh, place)
     values, table = read_packed(sorted_, parameters, dims, placement, report), sorted_.table
-    if in_blocks:
-        parts = block_parts(table, entries, parameters, panels)
-        matrices = BlockMatrices(entries, dims, on_cpu=panels)
-        for path, value in read_blocks(matrices, parts, parameters, mesh is not None):
-            values[path] = placement.placed(path, value)
-            del value
-            names = {part.name for part in parts[path]}
-            report(sum(entries[name].num_bytes for name in names))
-        table = [part for part in table if part.path not in parts]
+    parts = block_parts(table, entries, parameters, panels) if in_blocks else {}
+    matrices = BlockMatrices(entries, dims, on_cpu=panels)
+    values |= dict(_read_blocks(matrices, parts, placement, report))
+    table = [part for part in table if part.path not in parts]
     straight = panels and mesh is None  # into panels
     plans = panel_plans(table, entries, dims, parameters, quantization) if straight else {}
     leave = quantization is not None or mesh is not None or target_device().platform != "cpu"
@@ -114,6 +108,22 @@ def load_weights(
     model = filled(model, values)
     set_kv_scales(model, sorted_.kv_scales if kv_scales else {}, mesh)
     return model
+
+
+def _read_blocks(
+    matrices: BlockMatrices,
+    parts: Mapping[str, Sequence[WeightName]],
+    placement: Placement,
+    report: Callable[[int], None],
+) -> Iterator[tuple[str, Any]]:
+    """Read the parameters that stay in a file's blocks; yield each path and placed value."""
+    leave_host = placement.mesh is not None
+    for path, value in read_blocks(matrices, parts, placement.parameters, leave_host):
+        placed = placement.placed(path, value)
+        del value  # free its memory before the next parameter is placed
+        names = {part.name for part in parts[path]}
+        report(sum(matrices.entries[name].num_bytes for name in names))
+        yield path, placed
 
 
 def _read_plain(
