@@ -71,10 +71,10 @@ class PlacedWeight:
       panels of a few output columns (`pallas_kernels.cpu`).
 
     Attributes:
-        values: [I, O] codes, or uint8 [I / 2, O] for int4, with I padded to whole groups by codes
-            that stand for zeros; or panels of `cpu.panels.panel_shape`, of
+        values: codes are [I, O], or uint8 [I / 2, O] for int4, with I padded to whole groups by
+            codes that stand for zeros. Panels have the shape of `cpu.panels.panel_shape`, of
             `cpu.panels.rows_in_order` (codes), or of `cpu.blocks.panel_shape`.
-        scales: [groups, O] of codes; in panels 16-bit scales are stored as their bits in uint16.
+        scales: [groups, O] of codes. In panels, 16-bit scales are stored as their bits in uint16.
         zeros: zero points, or minima if their dtype is a float, if the format has them.
         order: the input of each row of codes, if rows have been sorted by group.
         form: "int8", "fp8" or "int4" for codes, the name of a GGUF block format, or `FULL`.
@@ -110,10 +110,16 @@ class PlacedWeight:
         return self.layout.endswith("panels")
 
     @property
-    def group(self) -> int:
-        """Number of inputs that share a scale, of codes in the layout "input_major"."""
-        assert self.scales is not None
-        return self.values.shape[-2] * codes_a_row(self.form) // self.scales.shape[-2]
+    def granularity(self) -> int:
+        """Number of consecutive inputs that devices cannot divide between them.
+
+        It is the size of a GGUF block or of a group that shares a scale, or, if all inputs share
+        one, the number of codes in a byte. Codes must be "input_major".
+        """
+        if self.scales is None:
+            return blocks.FORMATS[self.form].size
+        width, groups = codes_a_row(self.form), self.scales.shape[-2]
+        return self.values.shape[-2] * width // groups if groups > 1 else width
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
         """Multiply x by the weight, in at least float32. In panels, rows do not affect each other.
@@ -161,7 +167,7 @@ class PlacedWeight:
         return columns(self.values, ids, self.inputs, self.dtype)
 
     def _ordered(self, x: Float[Array, "T I"]) -> Float[Array, "T J"]:
-        """Return x with its inputs in the order of the stored ones, and zeros for padding."""
+        # Inputs in the order of the rows of codes, and zeros for rows of padding.
         if self.order is not None:
             x = jnp.take(x, self.order, axis=1)
         missing = self._stored_inputs - x.shape[1]

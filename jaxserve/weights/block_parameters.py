@@ -183,23 +183,6 @@ def form_of(entry: TensorEntry) -> str:
     return form
 
 
-def block_sizes(
-    table: Iterable[WeightName],
-    entries: Mapping[str, TensorEntry],
-    parameters: Parameters,
-    on_cpu: bool,
-) -> dict[str, int]:
-    """Return the inputs per block of the parameters that stay in a file's blocks, by path.
-
-    On a GPU, where blocks become codes, this is the number of inputs that share a scale.
-    """
-    sizes: dict[str, int] = {}
-    for path, parts in block_parts(table, entries, parameters, on_cpu).items():
-        formats = [FORMATS[form_of(entries[part.name])] for part in parts]
-        sizes[path] = max(format_.size if on_cpu else format_.run for format_ in formats)
-    return sizes
-
-
 def _form_that_stays(entry: TensorEntry, on_cpu: bool) -> str | None:
     """Return the block format of a tensor if it can stay in blocks, otherwise None.
 

@@ -7,7 +7,6 @@ A folder holds the parameters in the forms of a single device, so any number of 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.models import Decoder, ModelConfig, abstract_model
-from jaxserve.models.placed_weight import weights_in
 from jaxserve.weights.converted import (
     WEIGHTS,
     ConvertedModel,
@@ -25,11 +23,10 @@ from jaxserve.weights.converted import (
     verify,
     with_scales,
 )
-from jaxserve.weights.group_borders import check_groups
+from jaxserve.weights.group_borders import check_groups, stored_groups
 from jaxserve.weights.model_weights import parameters_of
 from jaxserve.weights.parameter_arrays import named_arrays
 from jaxserve.weights.placement import Placement, placed_scales, scales_of
-from pallas_kernels.quantized_codes import codes_a_row
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -56,7 +53,7 @@ def load_converted_parts(
     """
     model = abstract_model(config, jnp.dtype(converted.dtype))
     parameters, tree = parameters_of(model), expected_tree(converted, model)
-    check_groups(config, parameters, _groups(tree))
+    check_groups(config, parameters, stored_groups(tree))
     placement, of_scales = Placement(config, parameters, None, panels, mesh), scales_of(model)
 
     def placed(path: str, value: Any) -> Array:
@@ -87,14 +84,3 @@ def whole(converted: ConvertedModel, path: str, form: Any) -> Any:
         values = checkpointer.restore(converted.directory.absolute() / WEIGHTS, arguments)
     verify(converted.directory, values, {name: converted.parameters[name] for name in expected})
     return jax.tree.structure(form).unflatten([values[name] for name in expected])
-
-
-def _groups(tree: Mapping[str, Any]) -> dict[str, int]:
-    # Inputs that share a scale, by path of the quantized parameters.
-    sizes: dict[str, int] = {}
-    for path, value in tree.items():
-        for weight in weights_in(value):
-            assert weight.scales is not None
-            size = weight.group if weight.scales.shape[-2] > 1 else codes_a_row(weight.form)
-            sizes[path] = max(size, sizes.get(path, 1))
-    return sizes

@@ -102,15 +102,15 @@ def _cut_matrix(weight: PlacedWeight, chosen: _Chosen, path: str) -> PlacedWeigh
             "cut them; allowed: 1, or a checkpoint without desc_act"
         )
     assert weight.scales is not None
-    width, rows, of_groups = codes_a_row(weight.form), slice(None), slice(None)
+    rows, of_groups = slice(None), slice(None)
     if len(chosen.inputs) < weight.inputs:
         first, last = int(chosen.inputs[0]), int(chosen.inputs[-1]) + 1
-        in_groups = weight.scales.shape[-2] > 1
+        width, group = codes_a_row(weight.form), weight.granularity
         if not is_shape(weight.values):
-            check_border(path, last - first, weight.group if in_groups else width)
+            check_border(path, last - first, group)
         rows = slice(first // width, last // width)
-        if in_groups:
-            of_groups = slice(first // weight.group, last // weight.group)
+        if weight.scales.shape[-2] > 1:
+            of_groups = slice(first // group, last // group)
 
     def taken(array: Any, chosen_rows: slice) -> Any:
         if array is None:

@@ -198,8 +198,8 @@ def fused_experts(
 def quantized_experts(values: np.ndarray, form: str) -> PlacedWeight:
     """Quantize every expert's matrix [E, I, outputs...] to "int8", "fp8" or "int4".
 
-    Each expert has its own scales. Each thread quantizes one matrix at a time. The rounding errors
-    are those of `quantize`.
+    Each expert has its own scales. Each thread quantizes one matrix at a time. For the
+    rounding errors see `quantize`.
     """
     count, inputs, *outputs = values.shape
 

@@ -27,9 +27,9 @@ class HostMatrix:
     Attributes:
         form: "int8", "fp8" or "int4" for codes, the name of a GGUF block format, or `FULL` for
             numbers that were dequantized while they were read, because no form is exact for them.
-        values: codes, int8 or uint8 [I, O], with inputs as rows and one code per byte, also for
-            int4; blocks, uint8 [O, blocks, bytes per block], in the field order of the kernels; or
-            float32 [I, O].
+        values: codes are int8 or uint8 [I, O], with inputs as rows and one code per byte, also for
+            int4. Blocks are uint8 [O, blocks, bytes per block], in the field order of the kernels.
+            Dequantized numbers are float32 [I, O].
         scales: [groups, O] of codes, otherwise None.
         zeros: [groups, O], zero points as uint8, or minima (the values of code 0) as floats. None
             means zero points of 8 for int4.
@@ -61,7 +61,7 @@ class HostMatrix:
             shape: numbers of inputs and of outputs.
             group: number of inputs that share a scale, of codes.
             scales: dtype of the scales of codes.
-            zeros: dtype of the zero points or minima of codes; None if there are none.
+            zeros: dtype of the zero points or minima of codes, or None for codes without them.
             order: see the attribute.
         """
         inputs, outputs = shape
@@ -128,7 +128,7 @@ class HostMatrix:
         return replace(self, values=values, scales=scales, zeros=zeros)
 
     def with_zeros(self) -> HostMatrix:
-        """Return codes with `zeros`: zero points of 8 if there are none."""
+        """Return the codes with zero points of 8, or unchanged if they have `zeros`."""
         if self.zeros is not None or self.scales is None:
             return self
         shape: Any = self.scales.shape

@@ -110,7 +110,7 @@ def filled_blocks(weight: PlacedWeight, matrices: Iterable[np.ndarray]) -> Place
 def laid_out(value: Any, axes: Any) -> Any:
     """Return a parameter, or a device's part of one, in panels for CPU products.
 
-    The result is `value` itself if it is in panels already, or if there are none for it.
+    The result is `value` itself if it is in panels already, or if its axes have no panels.
 
     Args:
         value: an array, or a quantized parameter.

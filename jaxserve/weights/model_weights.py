@@ -21,13 +21,12 @@ from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_parameters import (
     BlockMatrices,
     block_parts,
-    block_sizes,
     read_blocks,
 )
 from jaxserve.weights.block_reader import read_parameters, reading_ahead
 from jaxserve.weights.block_targets import prepare_panels
 from jaxserve.weights.gguf.file import GgufFile
-from jaxserve.weights.group_borders import check_groups, group_sizes
+from jaxserve.weights.group_borders import check_groups, group_sizes, stored_groups
 from jaxserve.weights.panel_rows import panel_plans
 from jaxserve.weights.placement import (
     Parameters,
@@ -91,14 +90,13 @@ def load_weights(
     report = _counted(on_progress, [*entries.values(), *sorted_.packed.values()])
     model, parameters = _structure(config, dtype, sorted_.table, entries, panels)
     in_blocks = packed and quantization is None
-    blocks = block_sizes(sorted_.table, entries, parameters, panels) if in_blocks and mesh else {}
-    _check_division(config, parameters, quantization, panels, sorted_, blocks)
-    placement = Placement(config, parameters, quantization, panels, mesh, place)
-    values, table = read_packed(sorted_, parameters, dims, placement, report), sorted_.table
-    parts = block_parts(table, entries, parameters, panels) if in_blocks else {}
+    parts = block_parts(sorted_.table, entries, parameters, panels) if in_blocks else {}
     matrices = BlockMatrices(entries, dims, on_cpu=panels)
+    _check_division(config, parameters, quantization, sorted_, matrices, parts)
+    placement = Placement(config, parameters, quantization, panels, mesh, place)
+    values = read_packed(sorted_, parameters, dims, placement, report)
     values |= dict(_read_blocks(matrices, parts, placement, report))
-    table = [part for part in table if part.path not in parts]
+    table = [part for part in sorted_.table if part.path not in parts]
     straight = panels and mesh is None  # into panels
     plans = panel_plans(table, entries, dims, parameters, quantization) if straight else {}
     leave = quantization is not None or mesh is not None or target_device().platform != "cpu"
@@ -116,7 +114,7 @@ def _read_blocks(
     placement: Placement,
     report: Callable[[int], None],
 ) -> Iterator[tuple[str, Any]]:
-    """Read the parameters that stay in a file's blocks; yield each path and placed value."""
+    """Read the parameters that stay in a file's blocks, and yield each path and placed value."""
     leave_host = placement.mesh is not None
     for path, value in read_blocks(matrices, parts, placement.parameters, leave_host):
         placed = placement.placed(path, value)
@@ -156,24 +154,30 @@ def _check_division(
     config: ModelConfig,
     parameters: Parameters,
     quantization: str | None,
-    panels: bool,
     checkpoint: SplitCheckpoint,
-    blocks: Mapping[str, int],
+    matrices: BlockMatrices,
+    parts: Mapping[str, Sequence[WeightName]],
 ) -> None:
     """Check that the split over devices cuts no quantization group and no GGUF block.
 
     Args:
-        blocks: inputs in a block, by path of the parameters that stay in a file's blocks.
+        matrices: the parameters that stay in a file's blocks.
+        parts: the tensors of these parameters, by path.
 
     Raises:
-        UnsupportedModel: a group or block would be cut; see `check_groups`.
+        UnsupportedModel: a group or block would be cut (see `check_groups`).
     """
-    sizes = group_sizes(config, parameters, quantization, panels)
+    if config.split.devices == 1:
+        return
+    sizes = group_sizes(config, parameters, quantization, matrices.on_cpu)
     if quantization is None:
         paths = {part.path for part in checkpoint.packed_table}
         sizes = {path: size for path, size in sizes.items() if path in paths}
     check_groups(config, parameters, sizes)
-    check_groups(config, parameters, blocks, "a dtype, which widens a file's blocks, or ")
+    shapes = replace(matrices, is_read=False)
+    blocks = {path: shapes.parameter(parts[path], parameters[path]) for path in parts}
+    remedy = "a dtype, which widens a file's blocks, or "
+    check_groups(config, parameters, stored_groups(blocks), remedy)
 
 
 def _structure(

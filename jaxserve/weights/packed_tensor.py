@@ -96,7 +96,7 @@ class PackedTensor:
         order: np.ndarray | None = None,
         group: int | None = None,
     ) -> HostMatrix:
-        """Return a description of this matrix in a form; see `HostMatrix.described`."""
+        """Return a description of this matrix in a form (see `HostMatrix.described`)."""
         outputs, inputs = self.shape
         group = self.group if group is None else group
         return HostMatrix.described(form, (inputs, outputs), group, scales, zeros, order)

@@ -66,7 +66,7 @@ class Placement:
     Attributes:
         config: configuration of the model, with its split over the mesh.
         parameters: the model's parameters by path.
-        form: form of the layers' matrices, "int8", "fp8" or "int4"; None for no quantization.
+        form: form of the layers' matrices, "int8", "fp8" or "int4", or None for no quantization.
         panels: lay matrices out for our CPU kernels. "int4" is then GGUF blocks.
         mesh: the devices, or None for one device.
         put: places an array that is not quantized.

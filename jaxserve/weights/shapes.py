@@ -118,7 +118,7 @@ def shapes_of_model(
 
 
 def _scales(model: Decoder, stored: StoredTensors) -> dict[str, Any]:
-    """Return the shape of the cache's scales by path, of the layers that have some."""
+    # By path, of the layers that have some.
     layers = {match[0] for name in stored.split.kv_scales if (match := kv_scale_of(name))}
     heads = model.config.num_key_value_heads
     return {
@@ -218,7 +218,7 @@ def _quantized(
 
 
 def _matrix_shape(parameter: _Parameter) -> tuple[int, int]:
-    """Return the inputs and outputs of a projection, or of the matrix of each expert."""
+    # The inputs and outputs of a projection, or of the matrix of each expert.
     shape, contract = parameter.shape, contracted(parameter)
     if holds_experts(parameter):
         return shape[1], prod(shape[2:])
@@ -226,7 +226,7 @@ def _matrix_shape(parameter: _Parameter) -> tuple[int, int]:
 
 
 def _weight(matrix: HostMatrix, parameter: _Parameter) -> Any:
-    """Return the shapes of a projection, or of experts, whose matrices are like `matrix`."""
+    # The shapes of a projection, or of experts, whose matrices are like `matrix`.
     shape, dtype = tuple(parameter.shape), np.dtype(parameter.dtype).name
     if holds_experts(parameter):
         return stacked(lambda _: matrix, shape[0], shape[2:], dtype)
