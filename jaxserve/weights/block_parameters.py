@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -19,6 +18,7 @@ from jaxserve.settings.config import cpu_threads
 from jaxserve.weights.block_codes import codes_of
 from jaxserve.weights.fused_parameters import (
     by_expert,
+    by_path,
     contracted,
     fused,
     holds_experts,
@@ -47,10 +47,8 @@ def block_parts(
 
     On CPU, this includes the embedding. On a GPU, only the matrices of the layers stay quantized.
     """
-    ordered = sorted(table, key=lambda part: part.path)
     parts_by_path: dict[str, list[WeightName]] = {}
-    for path, group in groupby(ordered, key=lambda part: part.path):
-        parts = list(group)
+    for path, parts in by_path(table).items():
         parameter, tensors = parameters[path], [entries[part.name] for part in parts]
         forms = {_form_that_stays(entry, on_cpu) for entry in tensors}
         if np.dtype(parameter.dtype).itemsize > 4 or None in forms:
@@ -128,7 +126,9 @@ class BlockMatrices:
         return matrix_of
 
     def _described(self, entry: TensorEntry, inputs: int, outputs: int) -> HostMatrix:
-        return self._converted(HostMatrix.described(form_of(entry), (inputs, outputs)))
+        form = _form_that_stays(entry, on_cpu=True)
+        assert form is not None  # `block_parts` has found it
+        return self._converted(HostMatrix.described(form, (inputs, outputs)))
 
     def _converted(self, rows: HostMatrix) -> HostMatrix:
         return rows if self.on_cpu else codes_of(rows)
@@ -174,13 +174,6 @@ def _ahead(
             yield waiting[0][0], waiting.popleft()[1].result()
     while waiting:
         yield waiting[0][0], waiting.popleft()[1].result()
-
-
-def form_of(entry: TensorEntry) -> str:
-    """Return the format of a tensor that can stay in blocks, as `block_parts` has found it."""
-    form = _form_that_stays(entry, on_cpu=True)
-    assert form is not None
-    return form
 
 
 def _form_that_stays(entry: TensorEntry, on_cpu: bool) -> str | None:

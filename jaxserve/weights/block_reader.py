@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 from threading import Event
 from types import MappingProxyType
@@ -25,6 +24,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_copy import all_finite
 from jaxserve.weights.block_targets import BYTES, InPanels, Memory, Strided, TransposedPanels
+from jaxserve.weights.fused_parameters import by_path
 from jaxserve.weights.layouts import aligned_empty
 from jaxserve.weights.panel_rows import PanelPlan
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
@@ -170,8 +170,7 @@ def _skim(entries: Iterable[TensorEntry], stop: Event) -> None:
 def _in_order(
     table: Iterable[WeightName], entries: Mapping[str, TensorEntry]
 ) -> list[list[WeightName]]:
-    table = sorted(table, key=lambda part: part.path)
-    groups = [list(parts) for _, parts in groupby(table, key=lambda part: part.path)]
+    groups = list(by_path(table).values())
     for parts in groups:
         parts.sort(key=lambda part: (_place(entries[part.name]), part.part))
     groups.sort(key=lambda parts: _place(entries[parts[0].name]))

@@ -156,6 +156,12 @@ def place_of(part: WeightName, outputs: tuple[int, ...]) -> tuple[tuple[int, int
     return tuple((int(a), int(b - a + 1)) for a, b in zip(first, last, strict=True))
 
 
+def by_path(table: Iterable[WeightName]) -> dict[str, list[WeightName]]:
+    """Return the tensors of each parameter, by its path, in the order of paths."""
+    ordered = sorted(table, key=lambda part: part.path)
+    return {path: list(parts) for path, parts in groupby(ordered, key=lambda part: part.path)}
+
+
 def by_expert(parts: Iterable[WeightName]) -> list[list[WeightName]]:
     """Return the parts of each expert, in the order of experts, with their index in its matrix."""
 

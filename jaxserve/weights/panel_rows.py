@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import lcm, prod
 
 import numpy as np
 
 from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.models.weight_table import WeightName
-from jaxserve.weights.fused_parameters import contracted, holds_experts
+from jaxserve.weights.fused_parameters import by_path, contracted, holds_experts
 from jaxserve.weights.layouts import Axes, number_panels, panel_axes
 from jaxserve.weights.placement import Parameters, in_blocks
 from jaxserve.weights.safetensors import TensorEntry
@@ -81,7 +80,7 @@ def panel_plans(
     Parameters that `form` quantizes have no plan.
     """
     plans = {}
-    for path, parts in groupby(sorted(table, key=lambda part: part.path), lambda part: part.path):
+    for path, parts in by_path(table).items():
         parameter = parameters[path]
         dtype = np.dtype(parameter.dtype)
         axes = panel_axes(parameter.get_metadata()["axes"], dtype)
@@ -89,7 +88,7 @@ def panel_plans(
         blocked = in_blocks(parameter, form, panels=True) is not None
         quantized = blocked or (form is not None and matrices)
         if axes is not None and not quantized:
-            plan = panel_plan(list(parts), entries, dims, parameter.shape, dtype, axes)
+            plan = panel_plan(parts, entries, dims, parameter.shape, dtype, axes)
             if plan is not None:
                 plans[path] = plan
     return plans

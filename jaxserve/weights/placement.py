@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -24,6 +23,7 @@ from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_quantize import best_rows, block_forms, grouped_form
 from jaxserve.weights.cutting import cut
 from jaxserve.weights.fused_parameters import (
+    by_path,
     contracted,
     dequantized,
     fused_parameter,
@@ -184,11 +184,9 @@ def read_packed(
         CheckpointError: see `PackedTensor.read`. Also if only some tensors of a fused parameter
             are quantized.
     """
-    table = sorted(checkpoint.packed_table, key=lambda part: part.path)
     plain = {weight.path: weight.name for weight in checkpoint.table}
     values: dict[str, Any] = {}
-    for path, group in groupby(table, key=lambda part: part.path):
-        weights = list(group)
+    for path, weights in by_path(checkpoint.packed_table).items():
         if path in plain:
             raise CheckpointError(
                 f"{checkpoint.checkpoint.directory}: {weights[0].name!r} is quantized and "

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from math import prod
 from typing import Any, Literal
 
@@ -31,6 +30,7 @@ from jaxserve.weights.block_quantize import block_forms, grouped_form
 from jaxserve.weights.converted import ConvertedModel, expected_tree
 from jaxserve.weights.cutting import cut
 from jaxserve.weights.fused_parameters import (
+    by_path,
     contracted,
     fused_parameter,
     holds_experts,
@@ -156,14 +156,13 @@ def _as_read(
 def _packed(stored: StoredTensors, parameters: Mapping[str, _Parameter]) -> dict[str, Any]:
     """Return the parameters of a checkpoint's quantized tensors, by path."""
     split, quantized = stored.split, dict[str, Any]()
-    table = sorted(split.packed_table, key=lambda part: part.path)
-    for path, group in groupby(table, key=lambda part: part.path):
-        parts = [(part, split.packed[part.name].describe()) for part in group]
+    for path, weights in by_path(split.packed_table).items():
+        parts = [(weight, split.packed[weight.name].describe()) for weight in weights]
         value = fused_parameter(parts, parameters[path], stored.dims)
         if value is None:  # it is widened
             quantized[path] = _full(parameters[path])
         else:
-            rounds = split.packed[parts[0][0].name].stored.rounds_rows
+            rounds = split.packed[weights[0].name].stored.rounds_rows
             quantized[path] = TokenRounded(value) if rounds else value
     return quantized
 
