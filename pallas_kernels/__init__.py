@@ -36,13 +36,8 @@ tables in ``implementation`` decide which implementation runs.
 
 from pallas_kernels.arguments import AttentionOptions, check_page_table
 from pallas_kernels.context_parts import PartPositions, attention_of_part, merge_parts
-from pallas_kernels.device_sums import (
-    add_norm_over_devices,
-    device_sum_limit,
-    sum_over_devices,
-)
+from pallas_kernels.device_sums import add_norm_over_devices, device_sum_limit, sum_over_devices
 from pallas_kernels.implementation import IMPLEMENTATIONS
-from pallas_kernels.norm_arguments import NormOptions
 from pallas_kernels.ops import (
     add_norm,
     add_norm_kernel,
@@ -67,14 +62,10 @@ from pallas_kernels.ops import (
     rope_kv_write_kernel,
     rows_in_panels,
 )
-from pallas_kernels.product_arguments import Activation
 from pallas_kernels.qkv_arguments import QkvOptions
 from pallas_kernels.quantized_grouped_matmul import quantized_grouped_matmul
-from pallas_kernels.quantized_matmul import (
-    dequantize,
-    output_major_matmul,
-    quantized_matmul,
-)
+from pallas_kernels.quantized_matmul import dequantize, output_major_matmul, quantized_matmul
+from pallas_kernels.row_arguments import Activation, NormOptions
 from pallas_kernels.row_ops import DrawSettings, draw, gated, has_draw, row_sums, sigmoid, softmax
 
 __all__ = [

@@ -59,6 +59,23 @@ class Case:
     K: int
     H: int
 
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        device: DeviceLimits,
+        query_dtype: jnp.dtype,
+        k_pages: jax.Array,
+        *,
+        tokens: int,
+        heads: int,
+        table: tuple[int, int] = (0, 0),
+    ) -> Case:
+        """Return the case of a call with pages [P,K,S,H] and a page table of the shape `table`."""
+        (R, M), (P, K, S, H) = table, k_pages.shape
+        dtypes = jnp.dtype(query_dtype), jnp.dtype(k_pages.dtype)
+        return cls(op, device, *dtypes, T=tokens, R=R, P=P, S=S, M=M, N=heads, K=K, H=H)
+
     @property
     def platform(self) -> str:
         return self.device.platform
@@ -241,7 +258,7 @@ def attention_case(op: str, arrays: AttentionArrays, options: AttentionOptions) 
     _check_rank("q", q, "[T,N,H]" if op == "ragged" else "[R,N,H]")
     _check_dtype("q", q, QUERY_DTYPES)
     _check_pages(k_pages, v_pages)
-    num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
+    _, num_kv_heads, _, head_dim = k_pages.shape
     tokens, num_heads, query_head_dim = q.shape
     if query_head_dim != head_dim:
         raise ValueError(f"q has head dim {query_head_dim}; expected that of k_pages, {head_dim}")
@@ -268,19 +285,9 @@ def attention_case(op: str, arrays: AttentionArrays, options: AttentionOptions) 
     if tokens < 1:
         raise ValueError("q has no tokens; at least 1 is needed")
     options.check(num_heads, k_pages)
-    return Case(
-        op=op,
-        device=target_device(),
-        query_dtype=jnp.dtype(q.dtype),
-        page_dtype=jnp.dtype(k_pages.dtype),
-        T=tokens,
-        R=rows,
-        P=num_pages,
-        S=page_size,
-        M=pages_per_row,
-        N=num_heads,
-        K=num_kv_heads,
-        H=head_dim,
+    table = rows, pages_per_row
+    return Case.of(
+        op, target_device(), q.dtype, k_pages, tokens=tokens, heads=num_heads, table=table
     )
 
 
@@ -297,7 +304,7 @@ def kv_write_case(
 ) -> Case:
     """Return the `Case` of a ``kv_write`` call, or raise ValueError."""
     _check_pages(k_pages, v_pages)
-    num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
+    _, num_kv_heads, _, head_dim = k_pages.shape
     _check_rank("k", k, "[T,K,H]")
     _check_dtype("k", k, QUERY_DTYPES)
     tokens = k.shape[0]
@@ -310,20 +317,7 @@ def kv_write_case(
     _check_dtype("slot_mapping", slot_mapping, (jnp.dtype(jnp.int32),))
     _check_shape("slot_mapping", slot_mapping, (tokens,), "[T]")
     _check_scales(k_scale, v_scale, k_pages)
-    return Case(
-        op="kv_write",
-        device=device,
-        query_dtype=jnp.dtype(k.dtype),
-        page_dtype=jnp.dtype(k_pages.dtype),
-        T=tokens,
-        R=0,
-        P=num_pages,
-        S=page_size,
-        M=0,
-        N=num_kv_heads,
-        K=num_kv_heads,
-        H=head_dim,
-    )
+    return Case.of("kv_write", device, k.dtype, k_pages, tokens=tokens, heads=num_kv_heads)
 
 
 def grouped_case(

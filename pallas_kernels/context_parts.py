@@ -22,12 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arguments import (
-    NO_OPTIONS,
-    AttentionArrays,
-    AttentionOptions,
-    attention_case,
-)
+from pallas_kernels.arguments import NO_OPTIONS, AttentionArrays, AttentionOptions, attention_case
 from pallas_kernels.xla import LOWEST, PageRows, capped, gather_chunks, page_rows
 
 QUERIES, CHUNK_TOKENS = 8, 128
@@ -143,7 +138,6 @@ def _all_tiles(
     q = jnp.pad(q, around)
 
     def tile_body(tile: jax.Array, out: jax.Array) -> jax.Array:
-        """Write the queries of a tile to `out` [T + 2 * QUERIES, K, G, H+2], except padding."""
         row = (end <= tile).sum()
         start = (first[row] // QUERIES + tile - (end[row] - count[row])) * QUERIES
         position = start + jnp.arange(QUERIES)
@@ -169,17 +163,10 @@ def _tile(
     positions: PartPositions,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Compute attention of a tile of queries over the pages of one row.
+    """Compute attention of a tile of scaled queries [QUERIES,K,G,H] over the pages of one row.
 
-    Args:
-        q: [QUERIES,K,G,H], scaled.
-        cache: pages, and the one row of the page table.
-        position: i32[QUERIES] positions of the queries.
-        positions: the positions of the part.
-        options: of the call.
-
-    Returns:
-        [QUERIES,K,G,H+2], as in `attention_of_part`.
+    `position` holds the positions of the queries. Returns [QUERIES,K,G,H+2], as
+    `attention_of_part` does.
     """
     (Q, K, G, H), S = q.shape, cache.shape[1]
     pages = max(1, CHUNK_TOKENS // S)
@@ -190,8 +177,7 @@ def _tile(
         oldest = jnp.maximum(position - options.window + 1, 0)
 
     def chunk_body(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Add a chunk of keys to sums [K, G * Q, H], greatest scores and totals [K, G, Q]."""
-        sums, top, total = carry
+        sums, top, total = carry  # [K, G * Q, H], greatest scores and totals [K, G, Q]
         page = lax.dynamic_slice(cache.page_table, (0, chunk * pages), (1, pages))
         k, v = (part[0] for part in gather_chunks(cache, page, q.dtype))
         key = positions.first + (chunk * C + jnp.arange(C)) * positions.stride

@@ -13,8 +13,8 @@ from jax import lax
 
 from pallas_kernels.devices import DeviceLimits, target_device
 from pallas_kernels.implementation import deferred
-from pallas_kernels.norm_arguments import NormOptions
 from pallas_kernels.ops import add_norm
+from pallas_kernels.row_arguments import NormOptions
 
 OLDEST_JAX = (0, 11, 2)
 """From this version on, XLA launches a barrier over the devices before the kernel."""

@@ -137,13 +137,7 @@ class Card:
         return DeviceLimits("gpu", self.name, self.capability, self.num_sms)
 
 
-def _card(
-    name: str,
-    capability: Capability,
-    num_sms: int,
-    gib: float,
-    gigabytes: float,
-) -> Card:
+def _card(name: str, capability: Capability, num_sms: int, gib: float, gigabytes: float) -> Card:
     return Card(name, capability, num_sms, int(gib * GIB), gigabytes * 1e9)
 
 

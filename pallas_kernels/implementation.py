@@ -15,8 +15,7 @@ from typing import Any
 
 from pallas_kernels.arguments import FP8, FP8_BITS, INT8, Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, target_device
-from pallas_kernels.norm_arguments import RowsCase
-from pallas_kernels.product_arguments import ProductCase
+from pallas_kernels.row_arguments import ProductCase, RowsCase
 
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
@@ -261,6 +260,3 @@ def choose(requested: str, case: AnyCase) -> str:
 def _is_untimed(name: str, case: AnyCase) -> bool:
     # The Hopper kernel was not timed at other head sizes.
     return name == "mosaic_gpu" and isinstance(case, Case) and case.H not in (64, 128)
-
-
-__all__ = ["FP8", "IMPLEMENTATIONS", "choose", "limit"]

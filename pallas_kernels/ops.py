@@ -1,4 +1,7 @@
-"""The public operations. Each checks its arguments, chooses an implementation and calls it."""
+"""The public operations. Each checks its arguments, chooses an implementation and calls it.
+
+An argument that does not fit raises ValueError, which names it and the allowed values.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,16 @@ from pallas_kernels.arguments import (
 )
 from pallas_kernels.devices import target_device
 from pallas_kernels.implementation import AnyCase, choose, deferred, kernel, limit
-from pallas_kernels.norm_arguments import NormOptions, RowsCase, norm_case
-from pallas_kernels.product_arguments import ACTIVATIONS, Activation, ProductCase, product_case
 from pallas_kernels.qkv_arguments import QkvOptions, check_qkv, qkv_case
+from pallas_kernels.row_arguments import (
+    ACTIVATIONS,
+    Activation,
+    NormOptions,
+    ProductCase,
+    RowsCase,
+    norm_case,
+    product_case,
+)
 from pallas_kernels.row_ops import row_sums
 
 NO_QKV_OPTIONS = QkvOptions()
@@ -75,9 +85,6 @@ def ragged_paged_attention(
 
     Returns:
         [T,N,H] of q's dtype, accumulated in float32 (float64 for float64).
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
     """
     arrays = AttentionArrays.of(q, k_pages, v_pages, page_table, query_start, kv_len)
     return _attention("ragged", arrays, options, implementation)
@@ -102,9 +109,6 @@ def paged_decode_attention(
 
     Returns:
         [R,N,H] of q's dtype.
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
     """
     arrays = AttentionArrays.of(q, k_pages, v_pages, page_table, kv_len)
     return _attention("decode", arrays, options, implementation)
@@ -147,9 +151,6 @@ def kv_write(
 
     Returns:
         The new (k_pages, v_pages).
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
     """
     arrays = (k, v, k_pages, v_pages, slot_mapping)
     k, v, k_pages, v_pages, slot_mapping = map(jnp.asarray, arrays)
@@ -183,9 +184,6 @@ def quantized_kv_write(
 
     Returns:
         The new (k_pages, v_pages, k_scale, v_scale).
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
     """
     arrays = (k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping)
     k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping = map(jnp.asarray, arrays)
@@ -227,9 +225,6 @@ def rope_kv_write(
         Queries [T,N,H], the new k_pages and v_pages, and i32 counters that are zero. Attention over
         these pages can use the counters as its `arrivals`. The computation is in float32 or wider,
         rounded to `dtype` after a sum of parts, after a norm and after the rotation.
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
     """
     qkv, slot_mapping = jnp.asarray(qkv), jnp.asarray(slot_mapping)
     dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
@@ -274,9 +269,6 @@ def grouped_matmul(
 
     Returns:
         [A,F] of x's dtype. Accumulated in float32 (float64 for float64).
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
     """
     x, w, group_sizes = map(jnp.asarray, (x, w, group_sizes))
     case = grouped_case(target_device(), x, w, group_sizes)
@@ -307,9 +299,6 @@ def add_norm(
 
     Returns:
         The sum and its norm, [T,D] of x's dtype. Computed in float32 or wider.
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
     """
     x = jnp.asarray(x)
     operands = x, delta, scale, delta_scale
@@ -366,9 +355,6 @@ def matmul_in_parts(
 
     Returns:
         [parts,T,F], float32 or wider. The sum over the parts is the product x @ w.
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     case = product_case("matmul_in_parts", target_device(), x, w, parts)
@@ -394,9 +380,6 @@ def gated_matmul(
     Returns:
         [T,F] of x's dtype. The computation is in float32 or wider. Both products are rounded to x's
         dtype before the activation.
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     if activation not in ACTIVATIONS:
@@ -433,9 +416,6 @@ def greatest(x: jax.Array, *, implementation: str = "auto") -> jax.Array:
 
     Returns:
         i32[R] indices. -1 for a row that contains a NaN or an infinity.
-
-    Raises:
-        ValueError: names the wrong argument and the allowed values.
     """
     x = jnp.asarray(x)
     if x.ndim != 2 or 0 in x.shape:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import INT8, QUERY_DTYPES, Case, kv_write_case
 from pallas_kernels.devices import DeviceLimits
-from pallas_kernels.norm_arguments import NO_NORM, NormOptions
+from pallas_kernels.row_arguments import NO_NORM, NormOptions
 
 
 @partial(
@@ -47,28 +47,11 @@ class QkvOptions:
 
 
 def qkv_case(
-    device: DeviceLimits,
-    dtype: jnp.dtype,
-    k_pages: jax.Array,
-    tokens: int,
-    group: int,
+    device: DeviceLimits, dtype: jnp.dtype, k_pages: jax.Array, tokens: int, group: int
 ) -> Case:
     """Return the `Case` of a ``rope_kv_write`` call, by which its implementation is chosen."""
-    num_pages, num_kv_heads, page_size, head_dim = k_pages.shape
-    return Case(
-        op="rope_kv_write",
-        device=device,
-        query_dtype=jnp.dtype(dtype),
-        page_dtype=jnp.dtype(k_pages.dtype),
-        T=tokens,
-        R=0,
-        P=num_pages,
-        S=page_size,
-        M=0,
-        N=num_kv_heads * group,
-        K=num_kv_heads,
-        H=head_dim,
-    )
+    heads = k_pages.shape[1] * group
+    return Case.of("rope_kv_write", device, dtype, k_pages, tokens=tokens, heads=heads)
 
 
 def check_qkv(

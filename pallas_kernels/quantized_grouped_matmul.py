@@ -3,7 +3,7 @@
 Codes, scales and zero points are as in ``quantized_matmul``, with a leading dimension for the
 group: values [E,rows,O], scales and zeros [E,groups,O]. On CPU a loop over tiles of rows
 dequantizes a block of columns of one matrix at a time, in float32. On a GPU the kernel of
-``gpu/triton_quantized_grouped_matmul.py`` dequantizes in registers. A matrix without rows is never
+``gpu/triton_quantized_matmul.py`` dequantizes in registers. A matrix without rows is never
 read.
 """
 
@@ -25,7 +25,7 @@ BLOCK_COLUMNS: Mapping[str, int] = MappingProxyType({"int8": 256, "fp8": 128, "i
 """Outputs per turn of the loop on CPU, by form. fp8 and int4 take longer to decode, and run in 0.6
 to 0.8 of the time with blocks that fit a nearer cache (768 inputs, 2 to 32 rows per tile)."""
 
-_triton = deferred("pallas_kernels.gpu.triton_quantized_grouped_matmul", "quantized_grouped_matmul")
+_triton = deferred("pallas_kernels.gpu.triton_quantized_matmul", "quantized_grouped_matmul")
 
 
 def quantized_grouped_matmul(
@@ -93,7 +93,6 @@ def _in_tiles(
     inputs = halves(jnp.pad(x, ((0, size), (0, 0))), form)
 
     def body(turn: jax.Array, out: jax.Array) -> jax.Array:
-        """Multiply a tile of rows by a block of columns. Write the product to out [A + size, O]."""
         tile = turn // blocks
         column = jnp.minimum(turn % blocks * width, columns - width)
 

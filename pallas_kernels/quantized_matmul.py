@@ -95,12 +95,7 @@ def quantized_matmul(
 
 
 def output_major_matmul(
-    x: jax.Array,
-    values: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None = None,
-    *,
-    form: str,
+    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None = None, *, form: str
 ) -> jax.Array:
     """Multiply x by a quantized weight whose arrays are transposed, in plain JAX.
 

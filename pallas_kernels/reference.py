@@ -21,9 +21,8 @@ from pallas_kernels.arguments import (
     AttentionOptions,
     number_dtype,
 )
-from pallas_kernels.norm_arguments import NormOptions
-from pallas_kernels.product_arguments import Activation
 from pallas_kernels.qkv_arguments import QkvOptions
+from pallas_kernels.row_arguments import Activation, NormOptions
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn. Larger numbers are clipped to it when they are stored."""
@@ -38,16 +37,9 @@ def _attend_one(
     visible: jax.Array,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Compute attention of one scaled query [N,H] to the visible keys and values.
+    """Compute attention of one scaled query [N,H] to keys and values [C,K,H] where bool[C] is true.
 
-    Args:
-        query: [N,H].
-        keys, values: [C,K,H].
-        visible: bool[C].
-        options: of the call.
-
-    Returns:
-        [N,H], zeros if no position is visible.
+    Returns [N,H], zeros if no position is visible.
     """
     num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
@@ -87,7 +79,7 @@ def ragged_paged_attention(
     position = jnp.arange(pages_per_row * page_size)
 
     def gather(pages: jax.Array, row: jax.Array, factor: jax.Array | None) -> jax.Array:
-        """Return the pages of a row in order, as [M*S, K, H] numbers with their scales applied."""
+        # [M*S, K, H], in the order of the row's positions
         numbers = pages[page_table[row]]
         if numbers.dtype == FP8_BITS:
             numbers = jax.lax.bitcast_convert_type(numbers, FP8)
@@ -99,7 +91,6 @@ def ragged_paged_attention(
         return numbers if factor is None else numbers * factor.astype(dtype)[:, None]
 
     def attend_token(token: jax.Array) -> jax.Array:
-        """Compute attention of a token of q: [N,H], zeros for padding."""
         row = jnp.searchsorted(query_start, token, side="right") - 1
         is_padding = row >= rows
         row = jnp.clip(row, 0, rows - 1)
@@ -242,10 +233,7 @@ def rope_kv_write(
     options: QkvOptions,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Normalize and rotate queries and keys, and store keys and values in pages.
-
-    Returns the queries, the new pages and zeroed counters.
-    """
+    """Compute ``rope_kv_write``: the queries, the new pages and zeroed counters."""
     exact = jnp.promote_types(dtype, jnp.float32)
     tokens = len(slot_mapping)
     if qkv.ndim == 5:

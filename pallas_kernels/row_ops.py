@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.implementation import deferred, has_llvm
-from pallas_kernels.product_arguments import ACTIVATIONS, Activation
+from pallas_kernels.row_arguments import ACTIVATIONS, Activation
 
 _draw = deferred("pallas_kernels.cpu.draw", "draw")
 _gated = deferred("pallas_kernels.cpu.gated", "gated")

@@ -46,18 +46,12 @@ class PageRows(NamedTuple):
 
 
 class TileSizes(NamedTuple):
-    """Sizes of the tiles of rows with two queries or more.
+    """Sizes of the tiles of rows with two queries or more."""
 
-    Attributes:
-        queries: queries of a tile.
-        chunk_tokens: tokens of a chunk of keys and values.
-        one_chunk: no row is longer than a chunk, so there is no loop over chunks.
-        dtype: dtype of the operands of products, if it differs from the accumulator's.
-    """
-
-    queries: int
-    chunk_tokens: int
-    one_chunk: bool = False
+    queries: int  # queries of a tile
+    chunk_tokens: int  # tokens of a chunk of keys and values
+    one_chunk: bool = False  # no row is longer than a chunk, so there is no loop over chunks
+    # dtype of the operands of products, if it differs from the accumulator's
     dtype: jnp.dtype | None = None
 
 
@@ -182,8 +176,7 @@ def _decode(arrays: AttentionArrays, options: AttentionOptions) -> jax.Array:
     q = q * options.score_scale(H)
 
     def body(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Add W items to the sums acc [R, K, G, H + 1] and the maxima top [R, K, G]."""
-        acc, top = carry
+        acc, top = carry  # the sums [R, K, G, H + 1] and the maxima [R, K, G]
         owner, page, first, stop = (lax.dynamic_slice_in_dim(x, step * W, W) for x in items[:4])
         row = jnp.minimum(owner, R - 1)
         k, v = gather_chunks(cache, page, q.dtype)
@@ -252,7 +245,6 @@ def attend_tiles(
     q = jnp.pad(q * options.score_scale(H), ((0, Q), (0, 0), (0, 0), (0, 0)))
 
     def tile_body(tile: jax.Array, out: jax.Array) -> jax.Array:
-        """Write the Q queries of a tile to `out` [T + Q, K, G, H]."""
         row = jnp.minimum((end <= tile).sum(), R - 1)
         nth = tile - (end[row] - tiles[row])
         token = query_start[row] + nth * Q
@@ -267,8 +259,7 @@ def attend_tiles(
         operand = here.astype(product)
 
         def chunk_body(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            """Add a chunk of keys to acc [K, G * Q, H], maxima and totals [K, G, Q]."""
-            acc, top, total = carry
+            acc, top, total = carry  # [K, G * Q, H], maxima and totals [K, G, Q]
             page = lax.dynamic_slice(cache.page_table, (row, chunk * pages), (1, pages))
             k, v = gather_chunks(cache, page, product)
             position = chunk * C + jnp.arange(C)
@@ -304,10 +295,7 @@ def attend_tiles(
 
 
 def _grouped(arrays: AttentionArrays, k_scale: jax.Array | None) -> AttentionArrays:
-    """Return arrays whose q is [., K, G, H], in the accumulator's dtype and times `k_scale`.
-
-    Scales per token are applied to scores and weights instead.
-    """
+    # Scales per token are applied to scores and weights instead.
     q, K = arrays.q, arrays.k_pages.shape[1]
     q = q.reshape(q.shape[0], K, -1, q.shape[-1]).astype(_accumulator(q.dtype))
     if k_scale is not None and k_scale.ndim == 1:
@@ -315,7 +303,8 @@ def _grouped(arrays: AttentionArrays, k_scale: jax.Array | None) -> AttentionArr
     return arrays._replace(q=q)
 
 
-def _finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Array:
+def finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Array:
+    """Return results [.,K,G,H] in the shape of q, times `v_scale` if it has one factor per head."""
     if v_scale is not None and v_scale.ndim == 1:
         out = out * v_scale[:, None, None].astype(out.dtype)
     return out.reshape(q.shape).astype(q.dtype)
@@ -326,7 +315,7 @@ def paged_decode_attention(
 ) -> jax.Array:
     """Compute attention of one query per row in plain JAX: [R,N,H]. `decode` computes the rows."""
     out = decode(_grouped(arrays, options.k_scale), options)
-    return _finished(out, arrays.q, options.v_scale)
+    return finished(out, arrays.q, options.v_scale)
 
 
 def ragged_paged_attention(
@@ -351,7 +340,7 @@ def ragged_paged_attention(
     decoded = decode(grouped._replace(q=single_queries, kv_len=single_len), options)
     out = out.at[jnp.where(single, query_start[:-1], T)].set(decoded, mode="drop")
     real = jnp.arange(T) < query_start[-1]
-    return _finished(jnp.where(real[:, None, None, None], out, 0), q, options.v_scale)
+    return finished(jnp.where(real[:, None, None, None], out, 0), q, options.v_scale)
 
 
 def kv_write(
@@ -369,7 +358,6 @@ def kv_write(
     cell = _cells(k_pages, slot_mapping)
 
     def write(x: jax.Array, pages: jax.Array, scale: jax.Array | None) -> jax.Array:
-        """Return pages with x [T, K, H] written to the cells."""
         stored = number_dtype(pages.dtype)
         if stored.itemsize == 1:  # numbers beyond the largest float8 would become NaN
             scaled = x.astype(jnp.float32)

@@ -56,11 +56,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
     x = jnp.pad(x, ((0, size), (0, 0)))
 
     def body(tile: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Multiply the rows of tile number `tile` by the matrix of its group.
-
-        The products go to out [A + size, F]. Rows beyond the end of the group are overwritten by
-        the next group's tile. w [groups, inputs, outputs] is carried unchanged.
-        """
+        # out is [A + size, F]. w [groups, inputs, outputs] is carried unchanged.
         out, w = carry
         if w.dtype != exact:
             # A dot converts 16-bit weights to float32. Without this barrier, XLA would move the

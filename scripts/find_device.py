@@ -42,7 +42,6 @@ def find(seconds: float = SECONDS) -> Choice:
 
 
 def _reason_against() -> str | None:
-    """Return a reason not to use a GPU that is known without the driver."""
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return f"JAX_PLATFORMS is {platforms}"

@@ -10,7 +10,6 @@ are stale if one differs by more than a tenth.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -24,8 +23,8 @@ from pallas_kernels import quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.arguments import Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, find_card
 from pallas_kernels.implementation import AnyCase, choose, module_of
-from pallas_kernels.norm_arguments import RowsCase
-from pallas_kernels.product_arguments import ProductCase
+from pallas_kernels.row_arguments import ProductCase, RowsCase
+from scripts.lib.argument_types import script_parser
 from scripts.lib.paths import ROOT
 from scripts.lib.run_main import run_main
 
@@ -91,7 +90,7 @@ def quantized_module(operation: Callable[..., jax.Array], device: DeviceLimits) 
     """Return the module that multiplies bfloat16 rows by a quantized weight on a device."""
     module = operation.__module__.removeprefix("pallas_kernels.")
     if device.runs_triton:
-        return f"gpu.triton_{module}"
+        return "gpu.triton_quantized_matmul"
     # Models store transposed codes on a GPU without Triton.
     return "gpu.xla_quantized_matmul" if device.is_gpu and module == "quantized_matmul" else module
 
@@ -146,7 +145,6 @@ def lines_of(pattern: str) -> int:
 
 
 def line_tables() -> str:
-    """Return the tables of line counts of the engine and of the wings."""
     whole = lines_of("**/*.*")
     counts = {name: lines_of(pattern) for name, (pattern, _) in (ENGINE | WINGS).items()}
     engine = sum(counts[name] for name in ENGINE)
@@ -194,9 +192,7 @@ def stale_pages(root: Path = ROOT) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.write_pages", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = script_parser("scripts.write_pages", __doc__)
     parser.add_argument("--check", action="store_true", help="only report stale pages")
     if parser.parse_args().check:
         stale = list(stale_pages())

@@ -53,11 +53,12 @@ from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.settings.config import KV_CACHE_DTYPES, EngineConfig, LogprobsMode
 from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
+from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import grammar_source
 from jaxserve.weights import random_weights
 from jaxserve.weights.placement import use_panels
-from scripts.lib.placed_model import model_leaves, warm_up_of
+from scripts.lib.placed_model import model_leaves, plan_of_model
 from tests.models.cases import CASES, transformers_model
 from tests.support.letters import END, TEXTS, VOCAB, letter_tokenizer
 from tests.support.oracle import Answer, Form, Oracle, Score
@@ -209,7 +210,7 @@ class Bench:
                 max_logprobs=most,
                 **sizes,
             )
-            warm_up = warm_up_of(config, model_config, model, group=group)
+            warm_up = WarmUp(plan_of_model(config, model_config, model), group=group)
             runner = warm_up.run(model_leaves(model))
             limits = Limits(VOCAB, MAX_LEN, (END,), seed=0, max_logprobs=most)
             made = (config, runner, self.tokenizer, limits, SamplingParams())

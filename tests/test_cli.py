@@ -24,7 +24,7 @@ from jaxserve.commands.options import ENGINE_FIELDS, field_help
 from jaxserve.commands.parser import with_options
 from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
 from jaxserve.errors import InvalidRequest
-from jaxserve.settings.config import check_devices
+from jaxserve.settings.environment import check_devices
 from jaxserve.text.generation_config import recommends_sampling
 from tests.support.checkpoint import save_checkpoint
 from tests.support.kept_programs import users_environment

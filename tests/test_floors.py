@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "pallas_kernels")
@@ -240,8 +240,8 @@ def environment_faults(known: Modules) -> Iterator[str]:
     for name, source in known.items():
         for node, _ in nodes_of(source):
             named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
-            if named and name != "jaxserve.settings.config":
-                yield f"{name} reads the environment; only jaxserve.settings.config may"
+            if named and name != "jaxserve.settings.environment":
+                yield f"{name} reads the environment; only jaxserve.settings.environment may"
 
 
 def name_faults(known: Modules) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.settings.config import user_cache_dir
+from jaxserve.settings.environment import user_cache_dir
 from pallas_kernels.cpu import ffi
 from tests.support.kept_kernels import keep_machine_code
 from tests.support.kept_programs import (

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from jaxlib import xla_client
 
-from jaxserve.settings import cards, config, machine
+from jaxserve.settings import cards, environment, machine
 from jaxserve.settings.cards import DriverCard, VisibleCard, driver_cards, visible_card
-from jaxserve.settings.config import card_to_open, claimed, memory_fraction
+from jaxserve.settings.environment import card_to_open, claimed, memory_fraction
 from jaxserve.settings.machine import host_memory
 from tests.support.host_files import (
     UNLIMITED_V1,
@@ -124,7 +124,7 @@ def test_no_card_is_looked_for_where_jax_runs_on_cpu(
     platforms: str, opened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
-    monkeypatch.setattr(config, "driver_cards", lambda: [FIRST])
+    monkeypatch.setattr(environment, "driver_cards", lambda: [FIRST])
     assert (card_to_open() is not None) == opened
 
 
@@ -217,15 +217,15 @@ def test_the_heap_is_tuned_only_where_jax_runs_on_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
-    monkeypatch.setattr(config, "allocate_from_heap", lambda: calls.append(1))
-    monkeypatch.setattr(config, "has_cuda_plugin", lambda: plugin)
-    monkeypatch.setattr(config, "driver_cards", lambda: cards)
+    monkeypatch.setattr(environment, "allocate_from_heap", lambda: calls.append(1))
+    monkeypatch.setattr(environment, "has_cuda_plugin", lambda: plugin)
+    monkeypatch.setattr(environment, "driver_cards", lambda: cards)
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     for name in ("TRANSFORMERS_VERBOSITY", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "error")
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=here")
-    config.prepare_process()
+    environment.prepare_process()
     assert bool(calls) == tuned
     added = [] if tuned else machine.gpu_flags()
     assert os.environ["XLA_FLAGS"].split() == ["--xla_dump_to=here", *added]

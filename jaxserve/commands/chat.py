@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from jaxserve.commands.options import DEFAULT_MAX_TOKENS
 from jaxserve.server.settings import ServerConfig
-from jaxserve.settings.config import environment_settings
+from jaxserve.settings.environment import environment_settings
 
 
 def add_chat(add_parser: Callable[..., argparse.ArgumentParser]) -> None:

@@ -25,7 +25,7 @@ from jaxserve.commands.run_batch import add_run_batch
 from jaxserve.commands.serve import add_serve
 from jaxserve.commands.standard_streams import drop_output, settle_streams
 from jaxserve.errors import JaxserveError
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.environment import prepare_process
 from jaxserve.settings.installation import install_command
 from jaxserve.start.interrupts import INTERRUPTED
 

@@ -19,7 +19,7 @@ from jaxserve.commands.options import (
 from jaxserve.commands.start_output import StartOutput
 from jaxserve.server.served.specs import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
-from jaxserve.settings.config import check_devices, prepare_process
+from jaxserve.settings.environment import check_devices, prepare_process
 
 # Options that have another meaning in vLLM.
 OWN = ("device",)

@@ -29,7 +29,8 @@ from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
 from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
-from jaxserve.settings.config import EngineConfig, check_devices
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import check_devices
 from jaxserve.settings.model_name import check_model
 from jaxserve.text import HOW_TO_GIVE
 

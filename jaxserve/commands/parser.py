@@ -20,7 +20,8 @@ from jaxserve.commands.options import CommandError, Entries, OneLineParser, Swit
 from jaxserve.fleet.options import FleetConfig
 from jaxserve.request import SamplingParams
 from jaxserve.server.settings import ServerConfig
-from jaxserve.settings.config import VARIABLE_PREFIX, EngineConfig, environment_settings
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import VARIABLE_PREFIX, environment_settings
 
 MAX_FILE_BYTES = 1 << 20
 # Options that most users need. `--help` of a command with many options shows them first.

@@ -23,18 +23,6 @@ from jaxserve.commands.options import (
 from jaxserve.settings.config import EngineConfig
 
 GIB = 2**30
-LINES = (
-    "needed at least",
-    "it may take",
-    "weights",
-    "temporaries",
-    "KV cache",
-    "tokens of it",
-    "longest sequence",
-    "such sequences",
-    "rows of a step",
-    "a step, at least",
-)
 # Rows of the decode steps that are predicted, and the tokens of each.
 ROWS, CONTEXT = (1, 32, 256), 1024
 
@@ -114,8 +102,8 @@ def _numbers(plan: Any) -> dict[str, Any]:
         "weights": plan.weight_bytes,
         "read": plan.read_bytes,
         "temporaries": plan.temporary_bytes,
-        "sampler": plan.sampler_bytes,
-        "memory": [dataclasses.asdict(kind) | {"bytes": kind.num_bytes} for kind in plan.memory],
+        "sampler": plan.step_bytes - plan.temporary_bytes,
+        "memory": [_kind(kind) for kind in plan.memory],
         "page_bytes": plan.page_bytes,
         "pages": plan.num_pages,
         "full_pages": plan.full_pages,
@@ -131,6 +119,11 @@ def _numbers(plan: Any) -> dict[str, Any]:
         "sequences": plan.sequences,
         "step_seconds": plan.step_seconds,
     }
+
+
+def _kind(kind: Any) -> dict[str, Any]:
+    names = ("name", "layers", "unit", "bytes_per_unit", "count", "window")
+    return {name: getattr(kind, name) for name in names} | {"bytes": kind.num_bytes}
 
 
 def _parts(time: Any) -> dict[str, float]:
@@ -159,8 +152,8 @@ def _show(model_plan: Any) -> None:
     for plan in model_plan.plans:
         table.add_column(_form(model_plan, plan), justify="right")
     columns = [_cells(plan) for plan in model_plan.plans]
-    for name, *cells in zip(LINES, *columns, strict=True):
-        table.add_row(name, *cells)
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
     predictions = [
         _predictions(*pair) for pair in zip(model_plan.plans, model_plan.times, strict=True)
     ]
@@ -174,16 +167,25 @@ def _show(model_plan: Any) -> None:
         console.print(escape(model_plan.refusal), soft_wrap=True)
 
 
-def _cells(plan: Any) -> list[str]:
-    # In the order of `LINES`.
-    cells = [_size(plan.needed), _size(max(0, plan.budget)), _size(plan.weight_bytes)]
-    cells.append(_size(plan.temporary_bytes + plan.sampler_bytes))
-    if not plan.starts:
-        return [*cells, "too large", *[""] * (len(LINES) - len(cells) - 1)]
+def _cells(plan: Any) -> dict[str, str]:
+    """Return the cells of a plan's column, by the names of their rows."""
+    cells = {
+        "needed at least": _size(plan.needed),
+        "it may take": _size(max(0, plan.budget)),
+        "weights": _size(plan.weight_bytes),
+        "temporaries": _size(plan.step_bytes),
+    }
     step = plan.step_seconds
-    cells += [_size(plan.pages.num_bytes), f"{plan.cache_tokens:,}", f"{plan.longest:,}"]
-    cells += [f"{plan.sequences:,}", f"{plan.sizes.seqs:,}"]
-    return [*cells, "" if step is None else f"{step * 1e3:.2f} ms"]
+    cache = {kind.name: _size(kind.num_bytes) for kind in plan.cache_kinds} | {
+        "tokens of it": f"{plan.cache_tokens:,}",
+        "longest sequence": f"{plan.longest:,}",
+        "such sequences": f"{plan.sequences:,}",
+        "rows of a step": f"{plan.sizes.seqs:,}",
+        "a step, at least": "" if step is None else f"{step * 1e3:.2f} ms",
+    }
+    if plan.starts:
+        return cells | cache
+    return cells | dict.fromkeys(cache, "") | {plan.pages.name: "too large"}
 
 
 def _size(count: float) -> str:

@@ -28,7 +28,8 @@ from jaxserve.server.http.tls import check_certificates
 from jaxserve.server.served.specs import ModelSpec, check_models, plan_models
 from jaxserve.server.settings import ServerConfig, check_files_dir
 from jaxserve.settings.compat import ENGINE, SERVER, served, table
-from jaxserve.settings.config import EngineConfig, check_devices, prepare_process
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import check_devices, prepare_process
 from jaxserve.settings.hosts import check_secret
 from jaxserve.settings.installation import install_command
 from jaxserve.start.garbage import collection_paused

@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.engine.delivery import Delivery, LiveSequence
 from jaxserve.engine.delta import Sink
 from jaxserve.engine.draw_scores import DrawScores
-from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, ValueCounts
+from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, MemoryUse, ValueCounts
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.sharing import check_sharing, open_events
@@ -301,12 +301,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the current statistics."""
         scheduler, pool, behind = self.scheduler, self.pool, self.loaded.behind
+        in_use = {"page": pool.num_usable - pool.num_free, "slot": scheduler.num_running}
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_slots=self.slots.num_slots,
             num_pages=pool.num_usable,
-            pages_in_use=pool.num_usable - pool.num_free,
+            pages_in_use=in_use["page"],
             num_steps=self._num_steps,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._delivery.num_tokens,
@@ -318,6 +319,11 @@ class Engine:
             num_programs_missing=0 if behind is None else behind.num_missing,
             num_failed_steps=self._num_failed_steps,
             expert_rows=tuple(self.runner.expert_rows.counts.tolist()),
+            memory=tuple(
+                MemoryUse(kind.name, kind.unit, kind.count - 1, in_use[kind.unit])
+                for kind in self.runner.memory
+                if kind.layers
+            ),
         )
 
     def close(self, error: str | None = None) -> None:

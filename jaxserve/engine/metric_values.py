@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxserve.engine.metrics import EngineStats, ValueCounts
+from jaxserve.engine.metrics import EngineStats, MemoryUse, ValueCounts
+from jaxserve.execution.state import PAGES
 
 Read = Callable[[EngineStats], float]
 # Metrics with vLLM's names: their descriptions, and functions that read them.
 GAUGES: dict[str, tuple[str, Read]] = {
     "num_requests_running": ("Sequences running.", lambda s: s.num_running),
     "num_requests_waiting": ("Sequences waiting.", lambda s: s.num_waiting),
-    "kv_cache_usage_perc": (
-        "Share of the pages of KV cache that sequences hold, 0 to 1.",
-        lambda s: s.pages_in_use / max(s.num_pages, 1),
-    ),
 }
+KV_CACHE_USAGE = "kv_cache_usage_perc"
+"""The gauge of `memory_shares` that vLLM has too."""
 COUNTERS: dict[str, tuple[str, Read]] = {
     "prompt_tokens": ("Prompt tokens taken in.", lambda s: s.prompt_tokens),
     "generation_tokens": ("Tokens drawn.", lambda s: s.generation_tokens),
@@ -31,6 +30,31 @@ EXPERT_ROWS = (
     "expert_rows",
     "Rows, a token for one expert each, that a device's experts computed.",
 )
+
+
+def memory_shares(stats: EngineStats) -> dict[str, tuple[str, float]]:
+    """Return a gauge for each kind of memory of layers: its description, and its share in use."""
+    return {
+        f"{_word(use)}_usage_perc": (
+            f"Share of the {use.unit}s of {use.name} that sequences hold, 0 to 1.",
+            use.in_use / max(use.count, 1),
+        )
+        for use in stats.memory
+    }
+
+
+def memory_units(stats: EngineStats) -> dict[str, tuple[str, float]]:
+    """Return a gauge for each kind of memory of layers: its description, and its units in use."""
+    gauges: dict[str, tuple[str, float]] = {}
+    for use in stats.memory:
+        units = f"{use.unit}s" if use.name == PAGES else f"{_word(use)}_{use.unit}s"
+        text = f"{use.unit.title()}s of {use.name} that sequences hold."
+        gauges[f"num_{units}_in_use"] = text, use.in_use
+    return gauges
+
+
+def _word(use: MemoryUse) -> str:
+    return use.name.lower().replace(" ", "_")
 
 
 @dataclass
@@ -77,6 +101,10 @@ def metric_values(stats: EngineStats, step_tokens: ValueCounts, model_name: str)
     metrics: list[Metric] = [
         Gauge(f"vllm:{name}", dict(labels), float(read(stats)))
         for name, (_, read) in GAUGES.items()
+    ]
+    metrics += [
+        Gauge(f"{'vllm' if name == KV_CACHE_USAGE else 'jaxserve'}:{name}", dict(labels), share)
+        for name, (_, share) in memory_shares(stats).items()
     ]
     metrics += [
         Counter(f"vllm:{name}", dict(labels), int(read(stats)))

@@ -81,6 +81,23 @@ class SequenceTimes:
         return self.last_token - self.started
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """Use of a kind of memory that belongs to layers (see `MemoryKind`).
+
+    Attributes:
+        name: name of the kind.
+        unit: "page" or "slot".
+        count: units in total, without the null page or the null slot.
+        in_use: units that sequences hold now.
+    """
+
+    name: str
+    unit: str
+    count: int
+    in_use: int
+
+
 @dataclass
 class EngineStats:
     """A snapshot of an engine's statistics. Counters start with the engine.
@@ -103,6 +120,7 @@ class EngineStats:
         num_failed_steps: failed steps that were computed again.
         expert_rows: for each device the rows that its experts computed. A row is a token of one
             expert. Empty without `enable_expert_parallel`.
+        memory: use of each kind of memory that belongs to layers.
     """
 
     num_running: int
@@ -121,3 +139,4 @@ class EngineStats:
     num_programs_missing: int
     num_failed_steps: int
     expert_rows: tuple[int, ...] = ()
+    memory: tuple[MemoryUse, ...] = ()

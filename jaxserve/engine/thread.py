@@ -20,8 +20,8 @@ from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest
 from jaxserve.execution.runner import OnProgress
 from jaxserve.request import FinishReason, Request
 from jaxserve.settings.config import EngineConfig
+from jaxserve.start.garbage import return_memory
 from jaxserve.start.loaded import Loaded
-from jaxserve.start.memory_return import return_memory
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

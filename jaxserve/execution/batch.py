@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """StepBatch: a plan as arrays of fixed shape, packed into one array for the device."""
 
 from __future__ import annotations
@@ -6,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -15,7 +17,7 @@ from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, WIDTH, Settings, SlotTable
 
 if TYPE_CHECKING:
-    from jaxtyping import Float32, Int, Int32, UInt32
+    from jaxtyping import Array, Float32, Int, Int32, UInt32
 
 # A NumPy array on the host, where batches are packed, and a JAX array in a program.
 AnyArray = TypeVar("AnyArray", np.ndarray, jax.Array)
@@ -216,7 +218,7 @@ def pack(
 
 
 def _first_tokens(plan: LaunchPlan, slots: SlotTable) -> Int32[np.ndarray, " R"] | int:
-    """Return each row's first token, or NO_TOKEN for rows (or all rows) unknown to the host."""
+    # NO_TOKEN for rows (or all rows) whose token only the device knows.
     on_host = (plan.starts < slots.num_known[plan.slots]).nonzero()[0]
     if not len(on_host):
         return NO_TOKEN
@@ -226,10 +228,8 @@ def _first_tokens(plan: LaunchPlan, slots: SlotTable) -> Int32[np.ndarray, " R"]
 
 
 def _lay_chunks(plan: LaunchPlan, slots: SlotTable, parts: _Parts[np.ndarray]) -> None:
-    """Write the rows of several tokens (chunks of prompts, whose tokens are known).
-
-    Such rows are few and long: one copy per row costs less than an index per token.
-    """
+    # Rows of several tokens are chunks of prompts, whose tokens are known. They are few and long:
+    # one copy per row costs less than an index per token.
     tokens, positions, row_of_token, _ = parts.tokens
     for row in (plan.num_tokens > 1).nonzero()[0].tolist():
         first, start = int(parts.query_start[row]), int(plan.starts[row])
@@ -242,8 +242,29 @@ def _lay_chunks(plan: LaunchPlan, slots: SlotTable, parts: _Parts[np.ndarray]) -
 def _prompt_targets(
     plan: LaunchPlan, slots: SlotTable, where: Int32[np.ndarray, " tokens"]
 ) -> Int32[np.ndarray, " tokens"]:
-    """Return the next prompt token of each position, or NO_TOKEN if its score is not requested."""
-
     owner = plan.slots.repeat(plan.num_tokens)
     following = np.minimum(where + 1, slots.max_model_len - 1)
     return np.where(slots.wants_logprob(owner, where), slots.tokens[owner, following], NO_TOKEN)
+
+
+def slot_mapping(
+    batch: StepBatch[Array], page_table: Int32[Array, "R M"], page_size: int
+) -> Int32[Array, " T"]:
+    """Return the cache cell of each token's K and V, or -1 for padding."""
+    column = batch.positions // page_size
+    page = page_table.at[batch.row_of_token, column].get(mode="clip")
+    cell = page * page_size + batch.positions % page_size
+    real = jnp.arange(batch.tokens.shape[0]) < batch.query_start[-1]
+    # A row that has ended within the launch is padding.
+    real &= batch.kv_len.at[batch.row_of_token].get(mode="clip") > 0
+    return jnp.where(real, cell, -1)
+
+
+def known_tokens(
+    batch: StepBatch[Array], last_token: Int32[Array, " slots_plus_1"]
+) -> Int32[Array, " T"]:
+    """Return the step's tokens, with sampled tokens that only the device knows filled in."""
+    owner = batch.slots.at[batch.row_of_token].get(mode="clip")
+    # A row that failed to sample may be in flight once more. Its result is dropped.
+    drawn = jnp.maximum(last_token.at[owner].get(mode="clip"), 0)
+    return jnp.where(batch.tokens >= 0, batch.tokens, drawn)

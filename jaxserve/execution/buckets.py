@@ -55,6 +55,28 @@ class Sampler:
         return f"sampler, {self.num_rows} rows"
 
 
+@dataclass(frozen=True)
+class SmallProgram:
+    """Key of a program that is neither a launch nor a sampler.
+
+    Attributes:
+        kind: "score" and "project" follow the largest launch. "state" makes the device state, and
+            "load slot", "set rows" and "set allowed" change it.
+        count: slots whose masks "set allowed" replaces.
+    """
+
+    kind: str
+    count: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.count}" if self.count else self.kind
+
+
+STATE, LOAD_SLOT = SmallProgram("state"), SmallProgram("load slot")
+SET_ROWS = SmallProgram("set rows")
+SCORE, PROJECT = SmallProgram("score"), SmallProgram("project")
+Key = Bucket | Sampler | SmallProgram
+"""Key of a compiled program of an engine."""
 Program = Bucket | Sampler
 # Number of launches by program, and by the rows or tokens before padding.
 Demand = Mapping[tuple[Program, int], int]
@@ -82,10 +104,7 @@ def without(program: Program, demand: Demand) -> Demand:
 
 
 def _fits_better(program: Program, used: Program, needed: int) -> bool:
-    """Return whether `program` would have run a launch of `used` with less padding.
-
-    needed: the rows or tokens of the launch before padding.
-    """
+    # `needed`: the rows or tokens of the launch before padding.
     is_alike = type(used) is type(program) and (
         not (isinstance(used, Bucket) and isinstance(program, Bucket))
         or used.decode_only == program.decode_only

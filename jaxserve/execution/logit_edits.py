@@ -56,7 +56,7 @@ def _only_allowed(logits: Logits, batch: StepBatch[Array], state: SamplerState) 
 
 
 def _bad_words(batch: StepBatch[Array], state: SamplerState) -> Changes:
-    """Exclude the last token of each bad word whose other tokens are the row's newest ones."""
+    # Excludes the last token of each bad word whose other tokens are the row's newest ones.
     banned = state.banned.at[batch.slots].get(mode="clip")
     recent = state.recent.at[batch.slots].get(mode="clip")
     before, last = banned[:, :, :-1], banned[:, :, -1]
@@ -79,13 +79,9 @@ def _biases(batch: StepBatch[Array], state: SamplerState) -> Changes:
 
 
 def _penalized(logits: Logits, batch: StepBatch[Array], state: SamplerState) -> Logits:
-    """Apply repetition, frequency and presence penalties.
-
-    Neutral penalties change no bit, so the history of an earlier request has no effect. A logit
-    that overflows becomes the greatest finite number: an infinite logit would exclude its token
-    or all other tokens.
-    """
-
+    # Neutral penalties change no bit, so the history of an earlier request has no effect. A logit
+    # that overflows becomes the greatest finite number: an infinite logit would exclude its token
+    # or all other tokens.
     history = state.history.at[batch.slots].get(mode="clip")
     penalties = batch.penalties.astype(logits.dtype)[:, :, None]
     repetition, frequency, presence = penalties[:, 0], penalties[:, 1], penalties[:, 2]

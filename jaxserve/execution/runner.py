@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,16 +17,22 @@ from jaxserve.execution.buckets import Bucket, BucketSet, Demand, Program, Sampl
 from jaxserve.execution.expert_rows import ExpertRows
 from jaxserve.execution.logprobs import DeviceLogprobs
 from jaxserve.execution.page_table import room_for_pages, take_new_pages
-from jaxserve.execution.prompt_scores import Project, score_prompts
-from jaxserve.execution.sampler_state import SamplerState, SlotLoad, allowed_words, slot_loads
+from jaxserve.execution.results import InFlight, Project, score_prompts
+from jaxserve.execution.sampler_state import (
+    LoadSlot,
+    SamplerState,
+    SetAllowed,
+    load_new,
+    set_changed,
+)
 from jaxserve.execution.sampling import is_greedy
-from jaxserve.execution.state import DeviceState, StepOutput, release
+from jaxserve.execution.state import PAGES, DeviceState, MemoryKind, StepOutput, release
+from jaxserve.execution.typed_jax import CompileCounter
 from jaxserve.models import ModelConfig
 from jaxserve.request import SamplerFeature
 from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs
 from jaxserve.scheduling.plan import LaunchPlan
-from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
-from jaxserve.settings.config import EngineConfig
+from jaxserve.scheduling.slot_table import SlotTable
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int32
@@ -38,38 +44,12 @@ Draw = Callable[
     [jax.Array, SamplerState, jax.Array, np.ndarray], tuple[jax.Array, SamplerState, StepOutput]
 ]
 Score = Callable[[list[jax.Array], StepOutput, np.ndarray], DeviceLogprobs]
-LoadSlot = Callable[[SamplerState, SlotLoad[np.ndarray]], SamplerState]
 SetRows = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
-SetAllowed = Callable[[SamplerState, np.ndarray, np.ndarray], SamplerState]
 
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 # Plain integers, because an operation on an IntFlag takes half a microsecond.
 _EDITS, _ALLOWED = int(SamplerFeature.EDITS), int(SamplerFeature.ALLOWED)
 _SCORES, _LOGITS = int(SamplerFeature.SCORES), int(SamplerFeature.LOGITS)
 _PROMPT_LOGPROBS = int(SamplerFeature.PROMPT_LOGPROBS)
-
-
-class CompileCounter:
-    """A counter of the programs that JAX compiles in this process.
-
-    Attributes:
-        num_compiles: the number of compilations since the counter was created.
-    """
-
-    def __init__(self) -> None:
-        self.num_compiles = 0
-        self._listener: Any = self._on_event
-        jax.monitoring.register_event_duration_secs_listener(self._listener)
-
-    def _on_event(self, event: str, duration: float, /, **_: Any) -> None:
-        if event == COMPILE_EVENT:
-            self.num_compiles += 1
-
-    def close(self) -> None:
-        """Stop counting. Idempotent."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            jax.monitoring.unregister_event_duration_listener(listener)
 
 
 @dataclass(frozen=True)
@@ -77,6 +57,7 @@ class Programs:
     """The compiled programs of an engine.
 
     Attributes:
+        buckets: all padded shapes, including shapes without a program yet.
         steps: the launches by bucket. (leaves, state, words) to (state, output).
         samplers: the samplers that follow launches with `keeps_logits`. (last tokens, sampler
             state, logits, words of the rows) to (last tokens, sampler state, output).
@@ -92,6 +73,7 @@ class Programs:
             to logits.
     """
 
+    buckets: BucketSet
     steps: Mapping[Bucket, Step]
     samplers: Mapping[Sampler, Draw]
     score: Score | None
@@ -102,41 +84,22 @@ class Programs:
     project: Project | None = None
 
 
-@dataclass(frozen=True)
-class InFlight:
-    """A submitted step whose results have not been read."""
-
-    plan: LaunchPlan
-    output: StepOutput
-    bucket: Bucket
-    num_logprobs: Int32[np.ndarray, " R"] | None  # requested alternatives, None without requests
-    has_positions: bool  # whether log-probabilities are by token instead of by row
-    submitted: float  # time.perf_counter at submission
-    logits: jax.Array | None = None  # of each row's sampled token, if the host scores one
-    # Log-probabilities of prompts that the host has computed, by row.
-    prompts: Mapping[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
-    expert_rows: jax.Array | None = None  # see `StepOutput`
-
-
 class Runner:
     """The device's side of an engine: weights, device state and compiled launches.
 
     `jaxserve.start` creates it. Launches run in the order of their submission.
 
     Args:
-        config: the resolved configuration (see `EngineConfig.resolve`).
         model_config: the configuration of the model.
+        memory: the kinds of memory of the device state.
         leaves: the model's placed arrays, which each launch reads once from one field.
         programs: the compiled programs. `add` adds others later.
-        buckets: all padded shapes, including shapes without a program yet.
-        num_pages: the pages of KV cache, including the null page.
-        kv_dtype: the dtype of the pages.
-        page_bytes: the bytes of one page in all layers.
         state: the device state that the programs ran on last.
         counter: the counter of compilations, closed with the runner.
 
     Attributes:
         buckets: the padded shapes that have programs.
+        num_pages: the pages of KV cache, including the null page.
         most_steps: the most decode steps of one launch after all programs were added.
         keeps_logits: whether the host can get the logits of sampled tokens.
         counts_demand: whether launches are counted for `take_demand`.
@@ -148,28 +111,20 @@ class Runner:
 
     def __init__(
         self,
-        config: EngineConfig,
         model_config: ModelConfig,
+        memory: tuple[MemoryKind, ...],
         leaves: list[jax.Array],
         programs: Programs,
-        buckets: BucketSet,
-        *,
-        num_pages: int,
-        kv_dtype: np.dtype,
-        page_bytes: int,
         state: DeviceState,
         counter: CompileCounter,
     ) -> None:
-        self.config = config
-        self.model_config = model_config
+        self.model_config, self.memory = model_config, memory
+        self.num_pages = next(kind.count for kind in memory if kind.name == PAGES)
         self.vocab_size = model_config.vocab_size
-        self._all_buckets = buckets
-        self.buckets = buckets.present(programs.steps)
-        self.num_pages = num_pages
-        self.kv_dtype = kv_dtype
-        self.page_bytes = page_bytes
-        self.most_steps = buckets.num_steps
-        self.keeps_logits = buckets.largest.keeps_logits
+        self._all_buckets = programs.buckets
+        self.buckets = self._all_buckets.present(programs.steps)
+        self.most_steps = self._all_buckets.num_steps
+        self.keeps_logits = self._all_buckets.largest.keeps_logits
         self.weight_bytes = sum(leaf.nbytes for leaf in leaves)
         self._leaves = leaves
         self._steps: dict[Bucket, Step] = dict(programs.steps)
@@ -280,9 +235,11 @@ class Runner:
             state = replace(state, page_table=self._set_rows(state.page_table, owners, rows))
         batch = pack(plan, slots, bucket, new)
         if any_features & _EDITS and slots.needs_load[plan.slots].any():
-            state = self._load(state, plan, slots)
+            sampler = load_new(state.sampler, plan, slots, self.vocab_size, self._load_slot)
+            state = replace(state, sampler=sampler)
         if any_features & _ALLOWED:
-            state = self._guide(state, plan, slots)
+            sampler = set_changed(state.sampler, plan, slots, self.vocab_size, self._set_allowed)
+            state = replace(state, sampler=sampler)
         submitted = time.perf_counter()
         leaves = self._leaves  # once per launch: another thread may replace them
         state, output = self._steps[bucket](leaves, state, batch)
@@ -309,15 +266,15 @@ class Runner:
         if rows is not None:
             rows.copy_to_host_async()
         has_positions = scores or not (bucket.decode_only or bucket.keeps_logits)
+        step = InFlight(plan, output, bucket, None, has_positions, submitted, expert_rows=rows)
         if not any_features & _SCORES:
-            return InFlight(plan, output, bucket, None, has_positions, submitted, expert_rows=rows)
+            return step
         for leaf in output.logprobs or ():
             leaf.copy_to_host_async()
         if logits is not None:
             logits.copy_to_host_async()
         widths = slots.num_logprobs[plan.slots]
-        results = InFlight(plan, output, bucket, widths, has_positions, submitted)
-        return replace(results, logits=logits, prompts=prompts, expert_rows=rows)
+        return replace(step, num_logprobs=widths, logits=logits, prompts=prompts)
 
     @staticmethod
     def _draw(
@@ -327,7 +284,6 @@ class Runner:
         bucket: Bucket,
         batch: Int32[np.ndarray, " N"],
     ) -> tuple[DeviceState, StepOutput]:
-        """Run a sampler after a launch that returned logits, and return new state and output."""
         assert output.logits is not None
         rows = rows_of(batch, bucket.num_tokens, bucket.num_rows)
         last_token, sampler, drawn = draw(state.last_token, state.sampler, output.logits, rows)
@@ -347,29 +303,6 @@ class Runner:
         taken, self._demand = self._demand, {}
         return taken
 
-    def _load(self, state: DeviceState, plan: LaunchPlan, slots: SlotTable) -> DeviceState:
-        """Write the sampler state of the requests that are new in this step to the device."""
-        sampler = state.sampler
-        for slot in plan.slots[slots.needs_load[plan.slots]].tolist():
-            for load in slot_loads(slots, slot, self.vocab_size):
-                sampler = self._load_slot(sampler, load)
-            slots.needs_load[slot] = slots.needs_mask[slot] = False
-        return replace(state, sampler=sampler)
-
-    def _guide(self, state: DeviceState, plan: LaunchPlan, slots: SlotTable) -> DeviceState:
-        """Send the changed token masks of guided rows to the device."""
-        changed = plan.slots[slots.needs_mask[plan.slots]]
-        if not len(changed):
-            return state
-        size = next(size for size in self._set_allowed if size >= len(changed))
-        rows = np.full(size, slots.num_slots, np.int32)
-        rows[: len(changed)] = changed
-        words = np.zeros((size, state.sampler.allowed.shape[1]), np.uint32)
-        for row, slot in enumerate(changed.tolist()):
-            words[row] = allowed_words(slots, slot, self.vocab_size)
-        slots.needs_mask[changed] = False
-        return replace(state, sampler=self._set_allowed[size](state.sampler, rows, words))
-
     def read(
         self, step: InFlight
     ) -> tuple[Int32[np.ndarray, "*steps R"], Bool[np.ndarray, "*steps R"], StepLogprobs | None]:
@@ -382,23 +315,9 @@ class Runner:
         Raises:
             Exception: an error of the device. The state is then lost, and `reset` is required.
         """
-        num_rows, num_steps = len(step.plan), step.plan.num_steps
-        token_ids = np.asarray(step.output.token_ids)[..., :num_rows]
+        token_ids, ok, logprobs = step.read(self.vocab_size)
         self.expert_rows.read(step.expert_rows)
-        if token_ids.ndim == 2:
-            token_ids = token_ids[slice(num_steps) if num_steps > 1 else 0]
-        ok = token_ids != NO_TOKEN
-        if step.num_logprobs is None:
-            return token_ids, ok, None
-        # A vocabulary that is sharded over devices has padding at its end.
-        logits = None if step.logits is None else np.asarray(step.logits)[:, : self.vocab_size]
-        logprobs = None
-        if step.output.logprobs is not None:
-            logprobs = TokenLogprobs(*(np.asarray(leaf) for leaf in step.output.logprobs))
-        tokens = step.plan.num_tokens if step.has_positions else np.ones(num_rows, np.int32)
-        ends = np.cumsum(tokens)
-        results = StepLogprobs(step.num_logprobs, ends, logprobs, logits, step.prompts)
-        return token_ids, ok, results
+        return token_ids, ok, logprobs
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""

@@ -9,7 +9,7 @@ which `SamplerFeature` flags and neutral settings leave unused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Generic
 
@@ -25,6 +25,7 @@ from jaxserve.request import (
     Request,
     SamplerFeature,
 )
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import NO_TOKEN, SlotTable
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ for _type in (SamplerState, SlotLoad):
     jax.tree_util.register_dataclass(
         _type, data_fields=[f.name for f in fields(_type)], meta_fields=[]
     )
+
+
+LoadSlot = Callable[[SamplerState, SlotLoad[np.ndarray]], SamplerState]
+SetAllowed = Callable[[SamplerState, np.ndarray, np.ndarray], SamplerState]
 
 
 def make_sampler_state(num_slots: int, vocab_size: int) -> SamplerState:
@@ -180,6 +185,54 @@ def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoa
         )
 
 
+def load_new(
+    state: SamplerState, plan: LaunchPlan, slots: SlotTable, vocab_size: int, load: LoadSlot
+) -> SamplerState:
+    """Write the rows of the requests that are new in a launch to the device.
+
+    Args:
+        state: the sampler state, donated.
+        plan: the plan of the launch.
+        slots: the slot table, in which the rows are then marked as loaded.
+        vocab_size: the columns of logits without padding.
+        load: the compiled `load_slot`.
+    """
+    for slot in plan.slots[slots.needs_load[plan.slots]].tolist():
+        for values in slot_loads(slots, slot, vocab_size):
+            state = load(state, values)
+        slots.needs_load[slot] = slots.needs_mask[slot] = False
+    return state
+
+
+def set_changed(
+    state: SamplerState,
+    plan: LaunchPlan,
+    slots: SlotTable,
+    vocab_size: int,
+    programs: Mapping[int, SetAllowed],
+) -> SamplerState:
+    """Write the changed token masks of the rows in a launch to the device.
+
+    Args:
+        state: the sampler state, donated.
+        plan: the plan of the launch.
+        slots: the slot table, in which the masks are then marked as sent.
+        vocab_size: the columns of logits without padding.
+        programs: the compiled `set_allowed` by its number of slots, ascending.
+    """
+    changed = plan.slots[slots.needs_mask[plan.slots]]
+    if not len(changed):
+        return state
+    size = next(size for size in programs if size >= len(changed))
+    rows = np.full(size, slots.num_slots, np.int32)
+    rows[: len(changed)] = changed
+    words = np.zeros((size, state.allowed.shape[1]), np.uint32)
+    for row, slot in enumerate(changed.tolist()):
+        words[row] = allowed_words(slots, slot, vocab_size)
+    slots.needs_mask[changed] = False
+    return programs[size](state, rows, words)
+
+
 def null_load(slots: SlotTable, vocab_size: int) -> SlotLoad[np.ndarray]:
     """Return an argument of `load_slot` that writes to the null slot."""
     return SlotLoad(
@@ -213,7 +266,7 @@ def allowed_words(slots: SlotTable, slot: int, vocab_size: int) -> UInt32[np.nda
 
 
 def _listed_words(request: Request, vocab_size: int) -> UInt32[np.ndarray, " W"]:
-    """Return the mask of allowed_token_ids (default: all) without bad words of one token."""
+    # The tokens of allowed_token_ids (default: all) without bad words of one token.
     bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, np.bool_)
     chosen = request.sampling.allowed_token_ids
     bits[slice(vocab_size) if chosen is None else list(chosen)] = True

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def _ordered_bits(x: Float[Array, "*sizes"]) -> UInt[Array, "*sizes"]:
-    """Return unsigned integers with the same order as the floats."""
+    # Unsigned integers with the same order as the floats.
     bits = x.dtype.itemsize * 8
     unsigned, signed = jnp.dtype(f"uint{bits}"), jnp.dtype(f"int{bits}")
     raw = lax.bitcast_convert_type(x, unsigned)
@@ -172,14 +172,7 @@ def _sampled(
     greedy: Int32[Array, " R"],
     highest: Float[Array, " R"],
 ) -> Int32[Array, " R"]:
-    """Sample the tokens of all rows, in a step in which at least one row is not greedy.
-
-    Args:
-        logits: the edited logits.
-        batch: the inputs of the step.
-        greedy: each row's most likely token.
-        highest: the logit of that token.
-    """
+    # At least one row of the step is not greedy. `highest` is the logit of the token `greedy`.
     settings = DrawSettings(
         batch.temperature, batch.min_p, batch.top_k, batch.top_p, batch.seed, batch.kv_len
     )
@@ -249,7 +242,7 @@ def _chosen(
     edits: Bool[Array, ""],
     draws: Bool[Array, ""],
 ) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-    """Return each row's token, and the greatest of its edited logits."""
+    # Each row's token, and the greatest of its edited logits.
     changed = cond(edits, lambda: edit_logits(logits, batch, state), lambda: logits)
     greedy, value = best(changed)
     drawn = cond(draws, lambda: _sampled(changed, batch, greedy, value), lambda: greedy)
@@ -263,7 +256,7 @@ def _valid(
     batch: StepBatch[Array],
     state: SamplerState,
 ) -> Int32[Array, " R"]:
-    """Replace the tokens of rows that are not finite, or have no allowed token, by NO_TOKEN."""
+    # NO_TOKEN replaces the tokens of rows that are not finite, or have no allowed token.
     # A row inside its prompt does not sample, so it needs no allowed token.
     null_slot = state.history.shape[0] - 1
     ok &= (value > -jnp.inf) | (batch.sample_slots == null_slot)

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,69 @@ if TYPE_CHECKING:
 
 SCALE = np.dtype(np.float32)
 """Dtype of the scales of int8 pages, one for each token and kv head."""
+PAGES, SAMPLER = "KV cache", "sampler state"
+"""Names of the kinds of memory that every model has."""
+
+
+@dataclass(frozen=True)
+class MemoryKind:
+    """Memory of the device state that is allocated in equal units, on each device.
+
+    Attributes:
+        name: `PAGES`, `SAMPLER`, or a further name, under which reports and metrics show it.
+        layers: number of transformer layers with this memory, or 0 if it belongs to no layer.
+        unit: "page" or "slot".
+        bytes_per_unit: bytes of one unit on each device, over all of its layers.
+        count: units, the null page or the null slot included.
+        window: tokens of the attention window that limits the pages of a sequence, or None.
+        arrays: tree of the shapes of one unit in one layer, over all devices.
+        devices: devices over which the first axis of `arrays` is divided.
+    """
+
+    name: str
+    layers: int
+    unit: Literal["page", "slot"]
+    bytes_per_unit: int
+    count: int
+    window: int | None = None
+    arrays: Any = ()
+    devices: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        unit: Literal["page", "slot"],
+        arrays: Any,
+        count: int,
+        *,
+        layers: int = 0,
+        window: int | None = None,
+        devices: int = 1,
+    ) -> MemoryKind:
+        """Return the kind of memory whose units have these arrays, with their sum as its size."""
+        leaves = jax.tree.leaves(arrays)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) * max(1, layers) // devices
+        return cls(name, layers, unit, size, count, window, arrays, devices)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all units on each device."""
+        return self.bytes_per_unit * self.count
+
+    def zeros(self) -> Any:
+        """Return the arrays of all units: a list with one tree for each layer, or one tree."""
+
+        def units(unit: Any) -> Any:
+            return jnp.zeros((self.count, *unit.shape), unit.dtype)
+
+        layers = [jax.tree.map(units, self.arrays) for _ in range(max(1, self.layers))]
+        return layers if self.layers else layers[0]
+
+    def specs(self) -> Any:
+        """Return the partition specs of `zeros`, as a prefix of its tree."""
+        spec = PartitionSpec(None, AXIS) if self.devices > 1 else PartitionSpec()
+        return [spec] * self.layers if self.layers else spec
 
 
 @dataclass(frozen=True)
@@ -47,6 +111,8 @@ class DeviceState:
     # Rows that each device's experts have computed, modulo 2**32, by layer and place if experts
     # are placed explicitly. None if they are not counted.
     expert_rows: UInt32[Array, "N ..."] | None = None
+    # Arrays of the kinds of memory beside pages and sampler state, by name.
+    others: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -96,13 +162,36 @@ def kv_dtype(setting: str, activations: DTypeLike, platform: str) -> np.dtype:
     return accumulator(activations) if platform == "cpu" else jnp.dtype(activations)
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: DTypeLike) -> int:
-    """Return the bytes of one page of KV cache on each device, over all layers, with scales."""
-    head = config.head_dim * jnp.dtype(dtype).itemsize
+def memory_kinds(
+    config: ModelConfig, page_size: int, dtype: DTypeLike, num_slots: int, num_pages: int = 0
+) -> tuple[MemoryKind, ...]:
+    """Return the kinds of memory of a model's device state: pages, and sampler state by slot.
+
+    Args:
+        config: the configuration of the model.
+        page_size: tokens per page.
+        dtype: the dtype of the pages.
+        num_slots: the slots, without the null slot.
+        num_pages: the pages of the cache, including the null page.
+    """
+    # A head that is replicated, or whose positions are sharded, counts once per device.
+    devices = config.split.devices
+    cells = (local_kv_heads(config) * devices, page_size // config.split.context)
+    page = (jax.ShapeDtypeStruct((*cells, config.head_dim), dtype),) * 2
     if dtype == INT8:
-        head += SCALE.itemsize
-    cells = page_size // config.split.context
-    return 2 * config.num_hidden_layers * cells * local_kv_heads(config) * head
+        page += (jax.ShapeDtypeStruct(cells, SCALE),) * 2
+    layers, window = config.num_hidden_layers, config.layers.window
+    row = jax.tree.map(_unit, jax.eval_shape(lambda: make_sampler_state(0, config.vocab_size)))
+    return (
+        MemoryKind.of(
+            PAGES, "page", page, num_pages, layers=layers, window=window, devices=devices
+        ),
+        MemoryKind.of(SAMPLER, "slot", row, num_slots + 1),
+    )
+
+
+def _unit(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
 
 
 def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platform: str) -> int:
@@ -117,63 +206,42 @@ def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platfo
     return (TWO_GIB - 1) // layer_page_bytes
 
 
-def make_state(
-    config: ModelConfig,
-    num_pages: int,
-    page_size: int,
-    num_slots: int,
-    dtype: DTypeLike,
-    *,
-    max_pages: int,
-) -> DeviceState:
-    """Create a device state with zeros in all pages and tables.
+def make_state(config: ModelConfig, memory: Iterable[MemoryKind], max_pages: int) -> DeviceState:
+    """Create a device state with zeros in all kinds of memory and tables.
 
     Args:
         config: the configuration of the model.
-        num_pages: the pages of the cache, including the null page.
-        page_size: tokens per page.
-        num_slots: the slots, without the null slot.
-        dtype: the dtype of the pages.
+        memory: the kinds of memory, with their counts.
         max_pages: the most pages of a slot.
     """
-    # A head that is replicated, or whose positions are sharded, counts once per device.
-    heads = local_kv_heads(config) * config.split.devices
-    cells = (num_pages, heads, page_size // config.split.context)
-    shape = (*cells, config.head_dim)
+    kinds = {kind.name: kind for kind in memory}
+    pages, sampler = kinds.pop(PAGES), kinds.pop(SAMPLER)
     rows: tuple[int, ...] | None = None
     if config.split.counts_rows and config.experts is not None:
         rows = (config.split.devices, *place_counts(config))
-
-    def layer() -> KVPages:
-        pages = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-        if dtype != INT8:
-            return pages
-        return *pages, jnp.zeros(cells, SCALE), jnp.zeros(cells, SCALE)
-
     return DeviceState(
-        kv=[layer() for _ in range(config.num_hidden_layers)],
-        page_table=jnp.zeros((num_slots + 1, max_pages), np.int32),
-        last_token=jnp.zeros(num_slots + 1, np.int32),
-        sampler=make_sampler_state(num_slots, config.vocab_size),
+        kv=pages.zeros(),
+        page_table=jnp.zeros((sampler.count, max_pages), np.int32),
+        last_token=jnp.zeros(sampler.count, np.int32),
+        sampler=sampler.zeros(),
         expert_rows=None if rows is None else jnp.zeros(rows, np.uint32),
+        others={name: kind.zeros() for name, kind in kinds.items()},
     )
 
 
-def state_specs(layers: int, dtype: DTypeLike) -> DeviceState:
+def state_specs(memory: Iterable[MemoryKind]) -> DeviceState:
     """Return the partition specs of the device state.
 
-    Pages and their scales are sharded by head. Each device has its own counters of expert rows.
-    All other arrays are replicated.
+    Each device has its own counters of expert rows. Tables are replicated.
 
     Args:
-        layers: the number of layers.
-        dtype: the dtype of the pages. int8 pages have scales.
+        memory: the kinds of memory.
     """
-    kv, whole = PartitionSpec(None, AXIS), PartitionSpec()
-    specs: Any = {"page_table": whole, "last_token": whole, "sampler": whole}
-    specs["expert_rows"] = PartitionSpec(AXIS)
-    arrays: Any = (kv,) * (4 if dtype == INT8 else 2)
-    return DeviceState(kv=[arrays] * layers, **specs)
+    kinds: dict[str, Any] = {kind.name: kind.specs() for kind in memory}
+    whole: Any = PartitionSpec()
+    rows: Any = PartitionSpec(AXIS)
+    pages, sampler = kinds.pop(PAGES), kinds.pop(SAMPLER)
+    return DeviceState(pages, whole, whole, sampler, rows, kinds)
 
 
 def release(state: DeviceState | None, error: Exception | None) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxserve.execution.batch import StepBatch
+from jaxserve.execution.batch import StepBatch, known_tokens, slot_mapping
 from jaxserve.execution.columns import Columns
 from jaxserve.execution.logprobs import DeviceLogprobs, draw_logprobs, position_logprobs
 from jaxserve.execution.page_table import put_pages
@@ -36,29 +36,6 @@ if TYPE_CHECKING:
         Int32[Array, "steps R"],
         DeviceLogprobs | None,
     ]
-
-
-def slot_mapping(
-    batch: StepBatch[Array], page_table: Int32[Array, "R M"], page_size: int
-) -> Int32[Array, " T"]:
-    """Return the cache cell of each token's K and V, or -1 for padding."""
-    column = batch.positions // page_size
-    page = page_table.at[batch.row_of_token, column].get(mode="clip")
-    cell = page * page_size + batch.positions % page_size
-    real = jnp.arange(batch.tokens.shape[0]) < batch.query_start[-1]
-    # A row that has ended within the launch is padding.
-    real &= batch.kv_len.at[batch.row_of_token].get(mode="clip") > 0
-    return jnp.where(real, cell, -1)
-
-
-def known_tokens(
-    batch: StepBatch[Array], last_token: Int32[Array, " slots_plus_1"]
-) -> Int32[Array, " T"]:
-    """Return the step's tokens, with sampled tokens that only the device knows filled in."""
-    owner = batch.slots.at[batch.row_of_token].get(mode="clip")
-    # A row that failed to sample may be in flight once more. Its result is dropped.
-    drawn = jnp.maximum(last_token.at[owner].get(mode="clip"), 0)
-    return jnp.where(batch.tokens >= 0, batch.tokens, drawn)
 
 
 def model_step(

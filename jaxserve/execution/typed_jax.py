@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""JAX functions with the types that are missing in JAX's annotations."""
+"""JAX functions with the types that JAX does not annotate, and a counter of compilations."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax import lax
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
 
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -73,3 +74,26 @@ def devices() -> list[Device]:
     """Return the devices of JAX's default backend in this process."""
 
     return jax.local_devices()
+
+
+class CompileCounter:
+    """A counter of the programs that JAX compiles in this process.
+
+    Attributes:
+        num_compiles: the number of compilations since the counter was created.
+    """
+
+    def __init__(self) -> None:
+        self.num_compiles = 0
+        self._listener: Any = self._on_event
+        jax.monitoring.register_event_duration_secs_listener(self._listener)
+
+    def _on_event(self, event: str, duration: float, /, **_: Any) -> None:
+        if event == _COMPILE_EVENT:
+            self.num_compiles += 1
+
+    def close(self) -> None:
+        """Stop counting. Idempotent."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            jax.monitoring.unregister_event_duration_listener(listener)

@@ -27,7 +27,8 @@ from jaxserve.fleet.options import FleetConfig, check_gang, check_server, resour
 from jaxserve.server.served.admission import QUEUED_FOR_EACH_SLOT
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
-from jaxserve.settings.config import prepare_process, slots_of
+from jaxserve.settings.config import slots_of
+from jaxserve.settings.environment import prepare_process
 from jaxserve.settings.secret_files import read_secret
 
 NAME = "jaxserve"

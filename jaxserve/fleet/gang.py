@@ -27,7 +27,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxserve.errors import DeviceError
 from jaxserve.server.http.logs import log_json
-from jaxserve.settings.config import EngineConfig, prepare_process
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import prepare_process
 from jaxserve.settings.secret_files import secret_file
 
 _POLL_SECONDS = 0.2

@@ -2,7 +2,7 @@
 """Collective operations between the devices of a split model.
 
 Every sum of a step over devices goes through `summed`, so that a kernel can replace it, or is left
-to the kernel that `layers.add` calls, which then includes the sum (`Split.leaves_sums`).
+to the kernel that `Residual.normed` calls, which then includes the sum (`Split.leaves_sums`).
 """
 
 from __future__ import annotations

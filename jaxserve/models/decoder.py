@@ -15,10 +15,10 @@ from jax.typing import DTypeLike
 from jaxserve.models.attention import Attention
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.expert_places import place_tables
-from jaxserve.models.experts import SparseMLP
+from jaxserve.models.experts import CountedRows, SparseMLP
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.latent import LatentAttention
-from jaxserve.models.layers import Embedding, GatedMLP, Norm, ResidualUpdate, add, norm_options
+from jaxserve.models.layers import Embedding, GatedMLP, Norm, Residual, norm_options
 from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator
 from jaxserve.models.paged import KVPages, PagedStep
 from jaxserve.models.rope import rope_cos_sin
@@ -37,7 +37,7 @@ class DecoderLayer(nnx.Module):
     Attention and MLP run one after the other, or in parallel on the same input (`traits.parallel`).
     A layer depends only on its own weights and cache pages. All layers of a model with the same
     window and the same kind of MLP have the same structure, so `run_layer` traces each kind once,
-    and the first layer, whose `delta` is None, separately.
+    and the first layer, which has no update to add, separately.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DecoderLayer(nnx.Module):
 
         self.norm_options = norm_options(config.rms_norm_eps, traits)
         before, after = traits.norms != "after", traits.norms != "before"
-        self.residual, self.is_centered = config.scales.residual, traits.norm_centered
+        self.factor, self.is_centered = config.scales.residual, traits.norm_centered
         self.attention_norm = norm() if before else None
         if config.latent is None:
             window = config.layers.windows[index]
@@ -71,78 +71,73 @@ class DecoderLayer(nnx.Module):
         self.mlp_out_norm = norm() if after else None
 
     def __call__(
-        self,
-        x: Float[Array, "T D"],
-        delta: ResidualUpdate | None,
-        cos_sin: CosSin | None,
-        step: PagedStep,
-        kv: KVPages,
-    ) -> tuple[Float[Array, "T D"], ResidualUpdate, KVPages, UInt32[Array, "*places"] | None]:
+        self, residual: Residual, cos_sin: CosSin | None, step: PagedStep, kv: KVPages
+    ) -> tuple[Residual, KVPages]:
         """Compute attention and MLP.
 
         Args:
-            x: the residual stream, [T, D], without `delta`.
-            delta: the result of the previous layer's MLP, which the next norm adds to `x`, or None
-                in the first layer.
+            residual: the residual stream. Its update is the result of the previous layer's MLP; the
+                first layer has none.
 
         Returns:
-            The residual stream and the delta after this layer, the cache pages with the K and V of
-            this step, and the number of rows that the experts of this device computed (None if rows
-            are not counted).
+            The residual stream with this layer's update, and the cache pages with the K and V of
+            this step.
         """
-        kernel = self._kernel(x, step)
-        is_few = x.shape[0] <= MOST_ROWS_IN_PARTS
-        is_deferred = kernel == "llvm" or (kernel.startswith("triton") and is_few)
+        kernel = self._kernel(residual.stream, step)
         with jax.named_scope("attention"):
-            x, normed = add(x, delta, self.attention_norm, self.norm_options, step.others)
+            residual, normed = residual.normed(self.attention_norm, self.norm_options, step.others)
             if isinstance(self.attention, LatentAttention):
                 y, kv = self.attention(normed, cos_sin, step, kv)
             else:
                 y, kv = self.attention(normed, cos_sin, step, kv, kernel)
-            delta = self._delta(y, self.attention_out_norm, is_deferred)
+            residual = self._updated(residual, y, self.attention_out_norm, kernel)
         with jax.named_scope("mlp"):
             if self.parallel:
-                x = x + delta.value
+                residual = residual.added()
             else:
-                x, normed = add(x, delta, self.mlp_norm, self.norm_options, step.others)
-            rows = None
+                residual, normed = residual.normed(self.mlp_norm, self.norm_options, step.others)
             if isinstance(self.mlp, SparseMLP):
-                y, rows = self.mlp(normed, step)
+                y = self.mlp(normed, step)
             else:
                 y = self.mlp(normed, kernel, step.others)
-            delta = self._delta(y, self.mlp_out_norm, is_deferred)
-        return x, delta, kv, rows
+            residual = self._updated(residual, y, self.mlp_out_norm, kernel)
+        return residual, kv
 
     def _kernel(self, x: Float[Array, "T D"], step: PagedStep) -> str:
         is_apart = self.parallel or self.is_centered
         return "xla" if is_apart else add_norm_kernel(x, step.others)
 
-    def _delta(
-        self, y: Float[Array, "*parts T D"], norm: Norm | None, is_deferred: bool
-    ) -> ResidualUpdate:
-        if is_deferred:
+    def _updated(
+        self, residual: Residual, y: Float[Array, "*parts T D"], norm: Norm | None, kernel: str
+    ) -> Residual:
+        is_few = residual.stream.shape[0] <= MOST_ROWS_IN_PARTS
+        if kernel == "llvm" or (kernel.startswith("triton") and is_few):
             axis = self.split.axis if y.ndim == 3 and self.split.leaves_sums else None
-            return ResidualUpdate(y, None if norm is None else norm.scale[...], self.residual, axis)
-        return ResidualUpdate(scaled(y if norm is None else norm(y), self.residual))
+            scale = None if norm is None else norm.scale[...]
+            return replace(residual, update=y, norm_scale=scale, factor=self.factor, axis=axis)
+        return replace(residual, update=scaled(y if norm is None else norm(y), self.factor))
 
 
 @partial(jax.jit, static_argnums=0)
 def run_layer(
     graphdef: nnx.GraphDef[DecoderLayer],
     parameters: nnx.State,
-    x: Float[Array, "T D"],
-    delta: ResidualUpdate | None,
+    residual: Residual,
     cos_sin: CosSin | None,
     step: PagedStep,
     kv: KVPages,
-) -> tuple[Float[Array, "T D"], ResidualUpdate, KVPages, UInt32[Array, "*places"] | None]:
+) -> tuple[Residual, KVPages, nnx.State]:
     """Call a transformer layer given as the graph and state that `nnx.split` returned.
 
     Within a larger program, layers with the same structure are traced and lowered once, and the
     compiler inlines them again. In a model of 32 layers that reduces the time before XLA begins to
     a ninth.
+
+    Returns:
+        The results of the layer, and the values that its modules have sown (`CountedRows`).
     """
-    return nnx.merge(graphdef, parameters)(x, delta, cos_sin, step, kv)
+    layer = nnx.merge(graphdef, parameters)
+    return *layer(residual, cos_sin, step, kv), nnx.pop(layer, CountedRows)
 
 
 def scaled(x: Float[Array, "*sizes"], factor: float | Float[Array, ""]) -> Float[Array, "*sizes"]:
@@ -210,20 +205,20 @@ class Decoder(nnx.Module):
             }
         written: list[KVPages] = []
         counts: list[UInt32[Array, "*places"]] = []
-        delta = None
+        residual = Residual(x)
         for index, (layer, pages) in enumerate(zip(self.layers, kv, strict=True)):
             with jax.named_scope(f"layer_{index}"):
                 rope = ropes[index]
                 cos_sin = None if rope is None else angles[rope]
-                parts = nnx.split(layer)
                 layer_step = (
                     step if places is None else replace(step, places=jnp.asarray(places[index]))
                 )
-                x, delta, pages, rows = run_layer(*parts, x, delta, cos_sin, layer_step, pages)
+                residual, pages, rows = run_layer(
+                    *nnx.split(layer), residual, cos_sin, layer_step, pages
+                )
             written.append(pages)
-            if rows is not None:
-                counts.append(rows)
-        normed = add(x, delta, self.norm, self.norm.options, step.others)[1]
+            counts += jax.tree.leaves(rows)
+        normed = residual.normed(self.norm, self.norm.options, step.others)[1]
         if places is not None:
             return normed, written, jnp.stack(counts)
         return normed, written, reduce(jnp.add, counts) if counts else None

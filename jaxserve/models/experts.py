@@ -30,7 +30,14 @@ from pallas_kernels import grouped_matmul
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, UInt32
+    from jaxtyping import Array, Bool, Float, Int32
+
+
+class CountedRows(nnx.Intermediate):
+    """Number of rows that the experts of this device computed, u32, sown by each `SparseMLP`.
+
+    If experts have places, there is a number for each place.
+    """
 
 
 class SparseMLP(nnx.Module):
@@ -65,14 +72,10 @@ class SparseMLP(nnx.Module):
         shared = GatedMLP(config, dtype, rngs, traits, experts.shared) if experts.shared else None
         self.shared = shared
 
-    def __call__(
-        self, x: Float[Array, "T D"], step: PagedStep
-    ) -> tuple[Float[Array, "T D"], UInt32[Array, "*places"] | None]:
+    def __call__(self, x: Float[Array, "T D"], step: PagedStep) -> Float[Array, "T D"]:
         """Apply the chosen experts to every token. Padding rows get arbitrary finite results.
 
-        Returns:
-            The result, and the number of rows that the experts of this device computed, for each
-            place if experts have places. The number is None if devices do not have whole experts.
+        If devices have whole experts, the numbers of their rows are sown as `CountedRows`.
         """
         with jax.named_scope("router"):
             exact = accumulator(x.dtype)
@@ -82,13 +85,13 @@ class SparseMLP(nnx.Module):
             real = step.slot_mapping >= 0
             if step.places is not None:
                 chosen = chosen_places(chosen, step.positions, step.places)
-            y, rows = self._experts(x, weights, chosen, real, step.implementation)
+            y = self._experts(x, weights, chosen, real, step.implementation)
         if self.split.axis is None:
-            return (y if self.shared is None else y + self.shared(x)), rows
+            return y if self.shared is None else y + self.shared(x)
         # A single sum over devices for the routed experts and the shared one.
         y = summed(y if self.shared is None else y + self.shared.share(x), self.split)
         bias = None if self.shared is None else value_of(self.shared.down_bias)
-        return (y if bias is None else y + bias).astype(x.dtype), rows
+        return (y if bias is None else y + bias).astype(x.dtype)
 
     def _experts(
         self,
@@ -97,7 +100,7 @@ class SparseMLP(nnx.Module):
         chosen: Int32[Array, "T C"],
         real: Bool[Array, " T"],
         implementation: str,
-    ) -> tuple[Float[Array, "T D"], UInt32[Array, "*places"] | None]:
+    ) -> Float[Array, "T D"]:
         count, fanout, axis = self.experts.count, chosen.shape[1], self.split.axis
         is_own = real[:, None]
         if axis is not None and self.split.expert_parallel:
@@ -119,10 +122,11 @@ class SparseMLP(nnx.Module):
         # bits for few tokens than for many.
         weighted = (rows[:, i].astype(weights.dtype) * weights[:, i, None] for i in range(fanout))
         total = reduce(jnp.add, weighted)
-        counted = sizes.sum(dtype=jnp.uint32) if self.split.counts_rows else None
         if self.split.places:
-            counted = sizes.astype(jnp.uint32)
-        return (total.astype(x.dtype) if axis is None else total), counted
+            self.sow(CountedRows, "rows", sizes.astype(jnp.uint32))
+        elif self.split.counts_rows:
+            self.sow(CountedRows, "rows", sizes.sum(dtype=jnp.uint32))
+        return total.astype(x.dtype) if axis is None else total
 
     def _add_down_bias(
         self, rows: Float[Array, "A D"], owner: Int32[Array, " A"]

@@ -127,50 +127,52 @@ class Norm(nnx.Module):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ResidualUpdate:
-    """Result of attention or MLP for the residual stream, and the steps that it still needs.
+class Residual:
+    """The residual stream, and an update that the next norm adds to it in the same kernel.
 
     Attributes:
-        value: the result, perhaps as partial sums; see `linear.matmul_to_add`.
-        norm_scale: scale of a norm to apply to the value, or None for no norm.
-        factor: factor to apply to the value.
-        axis: mesh axis over which to sum the value first, or None for no sum.
+        stream: the residual stream without `update`.
+        update: result of attention or MLP, perhaps as partial sums (see `linear.matmul_to_add`), or
+            None.
+        norm_scale: scale of a norm to apply to `update`, or None for no norm.
+        factor: factor to apply to `update`.
+        axis: mesh axis over which to sum `update` first, or None for no sum.
     """
 
-    value: Float[Array, "*parts T D"]
+    stream: Float[Array, "T D"]
+    update: Float[Array, "*parts T D"] | None = None
     norm_scale: Float[Array, " D"] | None = None
     factor: float = field(default=1.0, metadata={"static": True})
     axis: str | None = field(default=None, metadata={"static": True})
 
+    def added(self) -> Residual:
+        """Return the residual stream with its update, which has no norm and is a single sum."""
+        return self if self.update is None else Residual(self.stream + self.update)
 
-def add(
-    x: Float[Array, "T D"],
-    delta: ResidualUpdate | None,
-    norm: Norm | None,
-    options: NormOptions,
-    implementation: str,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Return x + delta and the norm of this sum, computed by one kernel if there is one.
+    def normed(
+        self, norm: Norm | None, options: NormOptions, implementation: str
+    ) -> tuple[Residual, Float[Array, "T D"]]:
+        """Add the update, and return the residual stream and its norm.
 
-    Without a norm the sum is returned twice.
+        One kernel computes both if there is one. Without a norm the stream is returned twice.
 
-    Args:
-        options: options of the norm, and of the norm over `delta`.
-        implementation: as in `pallas_kernels`.
-    """
-    is_plain = delta is None or (delta.norm_scale is None and delta.value.ndim == 2)
-    if (norm is None and is_plain) or (norm is not None and norm.is_centered):
-        x = x if delta is None else x + delta.value
-        return x, x if norm is None else norm(x)
-    scale = None if norm is None else norm.scale[...]
-    named: dict[str, Any] = {"options": options, "implementation": implementation}
-    if delta is None:
-        return _add_norm(x, None, scale, **named)
-    named["options"] = dataclasses.replace(options, factor=delta.factor)
-    if delta.axis is not None:
-        operands = x, delta.value, scale, delta.norm_scale
-        return _add_norm_over_devices(*operands, axis=delta.axis, **named)
-    return _add_norm(x, delta.value, scale, delta.norm_scale, **named)
+        Args:
+            options: options of the norm, and of the norm over the update.
+            implementation: as in `pallas_kernels`.
+        """
+        update = self.update
+        is_plain = update is None or (self.norm_scale is None and update.ndim == 2)
+        if (norm is None and is_plain) or (norm is not None and norm.is_centered):
+            residual = self.added()
+            return residual, residual.stream if norm is None else norm(residual.stream)
+        options = dataclasses.replace(options, factor=self.factor)
+        operands = self.stream, update, None if norm is None else norm.scale[...], self.norm_scale
+        named: dict[str, Any] = {"options": options, "implementation": implementation}
+        if self.axis is None:
+            stream, normed = _add_norm(*operands, **named)
+        else:
+            stream, normed = _add_norm_over_devices(*operands, axis=self.axis, **named)
+        return Residual(stream), normed
 
 
 class Embedding(nnx.Module):

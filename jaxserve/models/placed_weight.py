@@ -26,7 +26,7 @@ from pallas_kernels import (
     quantized_matmul,
     quantized_panel_product,
 )
-from pallas_kernels.cpu import blocks
+from pallas_kernels.cpu import block_numbers, blocks
 from pallas_kernels.cpu.panels import columns
 from pallas_kernels.quantized_codes import codes_a_row
 from pallas_kernels.quantized_matmul import IMPLEMENTATIONS as QUANTIZED_IMPLEMENTATIONS
@@ -163,7 +163,7 @@ class PlacedWeight:
         """
         ids = jnp.clip(outputs, 0, prod(self.outputs) - 1)
         if self.layout == "block_panels":
-            return blocks.columns(self.values, ids, self.form).astype(self.dtype)
+            return block_numbers.columns(self.values, ids, self.form).astype(self.dtype)
         return columns(self.values, ids, self.inputs, self.dtype)
 
     def _ordered(self, x: Float[Array, "T I"]) -> Float[Array, "T J"]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import jaxserve
 from jaxserve.settings.cards import driver_cards, driver_version
-from jaxserve.settings.config import (
+from jaxserve.settings.config import cpu_threads
+from jaxserve.settings.environment import (
     card_to_open,
-    cpu_threads,
     has_cuda_plugin,
     own_variables,
     user_cache_dir,

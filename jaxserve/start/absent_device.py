@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxserve.errors import InvalidRequest, UnsupportedModel
+from jaxserve.execution.buckets import Key
 from jaxserve.settings.config import EngineConfig, cpu_threads
 from jaxserve.start.plan.bucket_plan import BucketPlan
 from jaxserve.start.plan.forms import chosen_form
 from jaxserve.start.plan.make_plan import plan_start
 from jaxserve.start.plan.start_plan import StartPlan
-from jaxserve.start.programs.autotuning import keep_choices, read_choices
-from jaxserve.start.programs.compiler import Key, all_programs
+from jaxserve.start.programs.autotuning import cache_folder, keep_choices, read_choices
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.start.programs.settling import CACHE_NOTES, settled
@@ -30,7 +30,6 @@ from jaxserve.start.programs.suppliers import Compiling, Stored
 from jaxserve.start.report import StartReport
 from jaxserve.start.sources.find import find_source
 from jaxserve.start.sources.source import Source
-from jaxserve.start.start import cache_folder
 
 # Called with the number of programs that are compiled, and the number of all.
 OnProgram = Callable[[int, int], None]
@@ -127,7 +126,7 @@ def compile_ahead(
         if not stored.has(key):
             supplier.supply(key)
 
-    keys = all_programs(plan)
+    keys = plan.programs
     with ThreadPoolExecutor(cpu_threads(), "jaxserve-compile") as pool:
         for done, _ in enumerate(pool.map(supply, keys), 1):
             on_program(done, len(keys))

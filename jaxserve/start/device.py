@@ -17,7 +17,7 @@ from jax._src import xla_bridge
 
 from jaxserve.execution.typed_jax import devices
 from jaxserve.settings.cards import VisibleCard, driver_cards
-from jaxserve.settings.config import card_to_open, claimed, has_cuda_plugin, memory_fraction
+from jaxserve.settings.environment import card_to_open, claimed, has_cuda_plugin, memory_fraction
 from jaxserve.settings.machine import host_memory
 from jaxserve.start.jax_start import start_jax
 from pallas_kernels.devices import GIB, DeviceLimits, find_card, limits_of

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from jaxserve.errors import DeviceError
-from jaxserve.settings.config import cards_are_hidden
+from jaxserve.settings.environment import cards_are_hidden
 from jaxserve.settings.installation import install_command
 from pallas_kernels.devices import DeviceLimits, target_device
 

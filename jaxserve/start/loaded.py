@@ -1,14 +1,15 @@
-"""Loaded: the parts of an engine after a start."""
+"""Begun and Loaded: the parts of an engine during and after a start."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.hosts.group import Group
-from jaxserve.execution.runner import Runner
+from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.models import ModelConfig
 from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
@@ -17,8 +18,11 @@ from jaxserve.start.plan.limits import Limits, slot_table
 from jaxserve.start.plan.memory import longest_sequence
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.programs.behind import ProgramsBehind
+from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.start.report import StartReport
 from jaxserve.start.sources.source import Source
+from jaxserve.start.weights import Placed, checked, overlaps_compiling, place
+from jaxserve.text.generation_config import recommends_sampling
 from jaxserve.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -56,6 +60,116 @@ class Loaded:
         table = slot_table(self.config, self.runner.model_config)
         table.scores_on_host = self.config.logprobs_mode != "raw_logprobs"
         return table
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A start whose weights are placed, and whose programs are not complete.
+
+    Attributes:
+        group: see `Loaded`.
+    """
+
+    source: Source
+    tokenizer: Tokenizer | None
+    warm_up: WarmUp
+    placed: Placed
+    group: Group | None
+
+    def limits(self) -> Limits:
+        """Return the limits of requests, without the properties of the compiled programs.
+
+        Log a warning if the cache holds fewer tokens than max_model_len.
+
+        Raises:
+            CheckpointError: see `eos_token_ids`.
+        """
+        plan, generation = self.warm_up.plan, self.source.generation_config
+        return Limits(
+            vocab_size=plan.model_config.vocab_size,
+            max_model_len=capacity(plan),
+            eos_token_ids=eos_token_ids(plan.model_config, generation, self.tokenizer),
+            seed=plan.config.seed,
+            max_logprobs=plan.config.max_logprobs,
+        )
+
+    def loaded(
+        self,
+        runner: Runner,
+        behind: ProgramsBehind | None,
+        limits: Limits,
+        sampling: SamplingParams,
+    ) -> Loaded:
+        """Return the parts of the engine after its programs have been compiled.
+
+        Args:
+            runner: of the programs.
+            behind: compiler of further programs, or None.
+            limits: the result of `limits`.
+            sampling: the checkpoint's default of sampling settings.
+        """
+        plan, generation = self.warm_up.plan, self.source.generation_config
+        # Of several hosts each has some of the logits' columns.
+        keeps_logits = runner.keeps_logits and self.group is None
+        return Loaded(
+            config=plan.config,
+            runner=runner,
+            tokenizer=self.tokenizer,
+            limits=replace(limits, launch_steps=runner.most_steps, keeps_logits=keeps_logits),
+            default_sampling=sampling,
+            max_new_tokens=generation.get("max_new_tokens"),
+            recommends_sampling=recommends_sampling(generation),
+            start=self.warm_up.report,
+            behind=behind,
+            group=self.group,
+            source=self.source,
+            plan=plan,
+        )
+
+
+def place_and_begin(
+    source: Source,
+    plan: StartPlan,
+    directory: Path | None,
+    report: StartReport,
+    group: Group | None,
+    on_progress: OnProgress | None,
+) -> tuple[WarmUp, Placed]:
+    """Place the weights, while programs are compiled if `overlaps_compiling` allows it.
+
+    Args:
+        source: of the weights.
+        plan, directory, report, group: see `WarmUp`.
+        on_progress: receives the progress of reading.
+
+    Returns:
+        The compilation of the programs, whose rest the caller runs, and the placed weights.
+    """
+    span = report.timeline.span
+
+    def warm_up(plan: StartPlan) -> WarmUp:
+        with span("plan the cache and the programs"):
+            return WarmUp(plan, directory, report, group)
+
+    def placed() -> Placed:
+        with span("read and place the weights"):
+            return place(source, plan, on_progress)
+
+    if not overlaps_compiling(source, plan):
+        model = placed()
+        return warm_up(checked(plan, model)), model
+    start = warm_up(plan)
+    try:
+        start.begin()
+        model = placed()
+    except BaseException:
+        start.close(wait=False)
+        raise
+    read_plan = checked(plan, model)
+    if read_plan is plan:
+        return start, model
+    start.close()
+    return warm_up(read_plan), model
 
 
 def capacity(plan: StartPlan) -> int:

@@ -10,36 +10,27 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
-import numpy as np
 
-from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
-from pallas_kernels.cpu.ir_builder import Code, const, filled, stored_type
+from pallas_kernels.cpu.arithmetic import stored_type
+from pallas_kernels.cpu.ffi import NAMES, registered
+from pallas_kernels.cpu.handler import Field, part_bounds
+from pallas_kernels.cpu.ir_builder import Code, const, filled
 from pallas_kernels.cpu.norm_kernel import NormKernel
 from pallas_kernels.cpu.row_sums import Vectors
-from pallas_kernels.norm_arguments import NormOptions
+from pallas_kernels.row_arguments import NormOptions
 
 
 @dataclass(frozen=True)
 class AddNorm(NormKernel):
-    """Kernel for a sum and its norm.
+    """Kernel for a sum and its norm."""
 
-    Attributes:
-        dtype: "float64", "float32" or "bfloat16". The computation is in float32 or wider.
-        options: of the norms and of the sum.
-        adds: whether an array is added.
-        norms_delta: whether the added array is normalized first.
-        norms: whether the sum is normalized.
-        delta: dtype of the added array: `dtype`, or a wider one that is rounded first.
-    """
-
-    adds: bool
-    norms_delta: bool
-    norms: bool
-    delta: str
+    adds: bool  # whether an array is added
+    norms_delta: bool  # whether the added array is normalized first
+    norms: bool  # whether the sum is normalized
+    delta: str  # dtype of the added array: `dtype`, or a wider one that is rounded first
 
     @property
     def name(self) -> str:
@@ -56,9 +47,6 @@ class AddNorm(NormKernel):
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments of the code: rows, numbers per row, x, delta, scales of delta and of x,
-        results.
-        """
         buffers = self.operands + self.adds + self.norms
         return Field(0, 0), Field(0, 1), *map(Field, range(buffers))
 
@@ -67,8 +55,7 @@ class AddNorm(NormKernel):
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Generate code that computes the rows of part `index`."""
-        rows, size, *buffers = fields
-        x, *others = buffers
+        rows, size, x, *others = fields
         delta = others.pop(0) if self.adds else None
         delta_scale = others.pop(0) if self.norms_delta else None
         scale = others.pop(0) if self.norms else None
@@ -98,9 +85,7 @@ class AddNorm(NormKernel):
     def _summed(
         self, code: Code, size: Any, numbers: Vectors, delta: Any, delta_scale: Any, total: Any
     ) -> Vectors:
-        """Return a function that generates code to compute row + delta and store the sum at
-        `total`.
-        """
+        # The returned function generates code that computes row + delta and stores it at `total`.
         change = self.read_rounded(code, delta, self.delta)
         if self.norms_delta:
             inverse = self.inverse(code, self.mean_square(code, change, size))
@@ -117,13 +102,6 @@ class AddNorm(NormKernel):
         return summed
 
 
-@cache
-def _for_this_host(
-    dtype: str, options: NormOptions, adds: bool, norms_delta: bool, norms: bool, delta: str
-) -> AddNorm:
-    return AddNorm(dtype, options, adds, norms_delta, norms, delta)
-
-
 def add_norm(
     x: jax.Array,
     delta: jax.Array | None,
@@ -134,30 +112,23 @@ def add_norm(
     """Add delta to x and normalize the sum, on CPU. Return the sum and its norm, [T,D]."""
     if delta is not None and delta.ndim == 3:
         delta = (delta[0] if len(delta) == 1 else delta.sum(axis=0))[: len(x)]
-    flags = tuple(array is not None for array in (delta, delta_scale, scale))
-    dtypes = (np.dtype(array.dtype).name for array in (x, x if delta is None else delta))
-    kernel = _for_this_host(next(dtypes), options, *flags, next(dtypes))
-    return run(kernel, x, delta, scale, delta_scale)
-
-
-def run(
-    kernel: AddNorm,
-    x: jax.Array,
-    delta: jax.Array | None,
-    scale: jax.Array | None,
-    delta_scale: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Compute ``add_norm`` with `kernel`. Return the sum and its norm, [T,D]."""
+    kernel = AddNorm(
+        dtype=x.dtype.name,
+        options=options,
+        adds=delta is not None,
+        norms_delta=delta_scale is not None,
+        norms=scale is not None,
+        delta=(x if delta is None else delta).dtype.name,
+    )
     arrays = [array for array in (x, delta, delta_scale, scale) if array is not None]
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     # The results replace the operands of the sum, which are not needed any more, in the cache.
     alike = 2 if kernel.delta == kernel.dtype else 1
     count = min(alike, kernel.adds + kernel.norms) if kernel.adds else 0
-    places = {nth: nth for nth in range(count)}
     results = jax.ffi.ffi_call(
         registered(kernel),
         [shape] * (kernel.adds + kernel.norms),
-        input_output_aliases=places,
+        input_output_aliases={nth: nth for nth in range(count)},
     )(*arrays)
     total = results[0] if kernel.adds else x
     return total, results[-1] if kernel.norms else total

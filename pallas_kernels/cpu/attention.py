@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.arguments import NO_OPTIONS, AttentionArrays, AttentionOptions
-from pallas_kernels.cpu.decode import PagedDecode, PagedKernel
+from pallas_kernels.cpu.arithmetic import LOG2_E
+from pallas_kernels.cpu.decode import PagedDecode
 from pallas_kernels.cpu.ffi import registered
-from pallas_kernels.cpu.ir_builder import LOG2_E
+from pallas_kernels.cpu.paged import PagedKernel
 from pallas_kernels.cpu.ragged import PagedTiles
+from pallas_kernels.xla import finished
 
 ENDLESS = 2**31 - 1
 
@@ -63,8 +65,7 @@ def attend(
     )(*operands)
 
 
-def grouped(arrays: AttentionArrays, k_scale: jax.Array | None) -> AttentionArrays:
-    """Return arrays whose q is [.,K,G,H], times `k_scale` if it has one factor per head."""
+def _grouped(arrays: AttentionArrays, k_scale: jax.Array | None) -> AttentionArrays:
     q, exact = arrays.q, jnp.promote_types(arrays.q.dtype, jnp.float32)
     q = q.reshape(len(q), arrays.k_pages.shape[1], -1, q.shape[-1])
     if k_scale is not None and k_scale.ndim == 1:
@@ -74,18 +75,11 @@ def grouped(arrays: AttentionArrays, k_scale: jax.Array | None) -> AttentionArra
     return arrays._replace(q=q)
 
 
-def finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Array:
-    """Return results [.,K,G,H] in the shape of q, times `v_scale` if it has one factor per head."""
-    if v_scale is not None and v_scale.ndim == 1:
-        out = out * v_scale[:, None, None].astype(out.dtype)
-    return out.reshape(q.shape).astype(q.dtype)
-
-
 def paged_decode_attention(
     arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
     """Compute attention of one query per row on CPU: [R,N,H]."""
-    out = attend(PagedDecode, grouped(arrays, options.k_scale), options)
+    out = attend(PagedDecode, _grouped(arrays, options.k_scale), options)
     return finished(out, arrays.q, options.v_scale)
 
 
@@ -97,6 +91,6 @@ def ragged_paged_attention(
     Rows of one query are computed after the longer rows and written between their results. So in a
     step of prompt chunks and decodes each kind costs the same as alone.
     """
-    by_head = grouped(arrays, options.k_scale)
+    by_head = _grouped(arrays, options.k_scale)
     out = attend(PagedDecode, by_head, options, attend(PagedTiles, by_head, options))
     return finished(out, arrays.q, options.v_scale)

@@ -17,17 +17,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.ir_builder import (
-    I8,
-    I64,
-    POINTER,
-    VOID,
-    Code,
-    compiled,
-    const,
-    filled,
-    host,
-)
+from pallas_kernels.cpu.ffi import compiled, host
+from pallas_kernels.cpu.ir_builder import I8, I64, POINTER, VOID, Code, const, filled
 
 _COMPILATION = Lock()
 # By the bits of a code: the shifts that bring a code beside the code two bytes before, and then two
@@ -74,18 +65,13 @@ def _function(bits: int, group: int) -> tuple[Any, Callable[..., None]]:
 
 
 def module_of(bits: int, group: int) -> ir.Module:
-    """Return a module with order(codes, stride, result, stride of result, blocks, groups of a
-    block).
-    """
+    """Return a module with order(codes, stride, result, its stride, blocks, groups of a block)."""
     module = ir.Module("block_order")
     kind = ir.FunctionType(VOID, [POINTER, I64, POINTER, I64, I64, I64])
     function: Any = ir.Function(module, kind, "order")
     code = Code(function)
     codes, stride, result, result_stride, blocks, groups = function.args
-    with (
-        code.loop(const(0), blocks) as (block, _),
-        code.loop(const(0), groups) as (index, _),
-    ):
+    with code.loop(const(0), blocks) as (block, _), code.loop(const(0), groups) as (index, _):
         start = code.mul(index, const(group))
         read = code.at(codes, code.mul(block, stride), I8)
         vector = code.read_vector(read, start, I8, group)
@@ -98,9 +84,7 @@ def module_of(bits: int, group: int) -> ir.Module:
 
 
 def _words(code: Code, vector: Any, bits: int, shift: int) -> Any:
-    """Generate code that extracts the codes at bit `shift` of each byte. Return them packed in
-    words.
-    """
+    """Generate code that packs the codes at bit `shift` of each byte in words."""
     size = vector.type.count
     order = [first + place for first in range(0, size, _BYTES[bits]) for place in _WORD[bits]]
     if bits == 8:

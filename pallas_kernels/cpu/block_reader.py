@@ -20,7 +20,8 @@ from typing import Any
 from llvmlite import ir
 
 from pallas_kernels.cpu.blocks import UNIT, WORD, BlockFormat
-from pallas_kernels.cpu.ir_builder import I8, I16, I32, I64, LINE, Code, Host, const, filled
+from pallas_kernels.cpu.ffi import Host
+from pallas_kernels.cpu.ir_builder import I8, I16, I32, I64, LINE, Code, const, filled
 from pallas_kernels.cpu.panels import PANEL
 
 # Distance of prefetches in bytes of a panel, and the target cache, first (3) or second (2). For
@@ -31,9 +32,7 @@ SIGN = 128  # added to codes of 8 bits to make them unsigned
 
 
 def inputs_of_steps(layout: BlockFormat, count: int) -> list[list[int]]:
-    """Return for each step of a unit the 2 or 4 inputs that it multiplies, in the order of the
-    lanes.
-    """
+    """Return the 2 or 4 inputs that each step of a unit multiplies, in the order of the lanes."""
     if count == 2:
         return [[first, first + 1] for first in range(0, UNIT, 2)]
     in_word = WORD // layout.low
@@ -68,7 +67,6 @@ class BlockReader:
             self._least = [self._half("minimum", column) for column in columns]
 
     def _read(self, name: str, unit: Any, nth: int, column: int, element: ir.Type) -> Any:
-        """Generate code that loads item `nth` of a field in a unit, for the outputs of a column."""
         place, code = self._places[name], self._code
         begin = code.mul(unit, const(PANEL * place.size))
         before = PANEL * (place.first + place.start + nth * place.item)
@@ -141,9 +139,7 @@ class BlockReader:
             yield vectors
 
     def _lower_bits(self, words: Any, nth: int) -> Any:
-        """Generate code that extracts numbers `nth` from words of codes. Only 8-bit codes are
-        signed.
-        """
+        # Only 8-bit codes are signed.
         code, bits = self._code, self.format.low
         if bits < 8:
             lanes = 0x00010001 if self.count == 2 else 0x01010101
@@ -158,9 +154,7 @@ class BlockReader:
         return code.bitcast(code.ashr(halves, filled(shorts, 8)), words.type)
 
     def _further_bits(self, words: Any, inputs: Sequence[int]) -> Any:
-        """Generate code that extracts the high bits of the codes of some inputs, at their final
-        position.
-        """
+        # The high bits of the codes of some inputs, at their final position.
         code, layout = self._code, self.format
         in_word = WORD // layout.high
         # In a word the even inputs are in the lower half and the odd ones in the upper half.

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""Weights in GGUF blocks: their layout in panels for the CPU kernel, and their specification.
+"""Weights in GGUF blocks: their formats, and their layout in panels for the CPU kernel.
 
 A GGUF block is `size` inputs of one output: codes of a few bits, with scales. A panel stores the
 same bits in another order, so that a vector of the processor holds a word of codes of each of
@@ -13,8 +13,7 @@ several outputs (`cpu/block_product.py`). A number is
   float16 or, in MXFP4, half a power of two (E8M0 of Open Compute Project, Microscaling Formats
   1.0), so that the table holds whole numbers.
 
-All is computed in float32, in this order, so the numbers equal the numbers of the package gguf to
-the bit.
+`cpu/block_numbers.py` computes the numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu.panels import PANEL
@@ -36,33 +34,23 @@ UNIT = 32  # inputs whose codes and own fields are stored together in a panel
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format of GGUF blocks.
+    """A format of GGUF blocks."""
 
-    Attributes:
-        name: the name in llama.cpp.
-        size: inputs of a block.
-        low: low bits of a code, which are stored together: 2, 4 or 8.
-        high: high bits of a code, stored apart: 0, 1 or 2.
-        run: inputs that share a scale.
-        has_minimum: whether a minimum is added. Otherwise `offset` is subtracted from codes.
-        scaled: whether each run has integers that multiply the block's scale and minimum.
-        offset: subtracted from codes if there is no minimum. 8-bit codes are signed and have no
-            offset.
-        numbers: the numbers 0 to 255 of the 4-bit codes, the first one 0. Empty if the code itself
-            is the number.
-        is_power: whether the scale is the exponent of a power of two.
-    """
-
-    name: str
-    size: int
-    low: Literal[2, 4, 8] = 4
-    high: Literal[0, 1, 2] = 0
-    run: Literal[16, 32] = 32
+    name: str  # the name in llama.cpp
+    size: int  # inputs of a block
+    low: Literal[2, 4, 8] = 4  # low bits of a code, which are stored together: 2, 4 or 8
+    high: Literal[0, 1, 2] = 0  # high bits of a code, stored apart: 0, 1 or 2
+    run: Literal[16, 32] = 32  # inputs that share a scale
+    # whether a minimum is added. Otherwise `offset` is subtracted from codes.
     has_minimum: bool = False
+    # whether each run has integers that multiply the block's scale and minimum
     scaled: bool = False
+    # subtracted from codes if there is no minimum. 8-bit codes are signed and have no offset.
     offset: int = 0
+    # the numbers 0 to 255 of the 4-bit codes, the first one 0. Empty if the code itself is the
+    # number.
     numbers: tuple[int, ...] = ()
-    is_power: bool = False
+    is_power: bool = False  # whether the scale is the exponent of a power of two
 
     @property
     def runs(self) -> int:
@@ -143,22 +131,14 @@ class PanelPlace(NamedTuple):
     """Place of a field in a block of a panel, in bytes per output.
 
     Each item is stored for all outputs consecutively, so it begins at PANEL times its place.
-
-    Attributes:
-        first: start of the units, or of a field that a block has once.
-        units: number of units. 1 for a field that a block has once.
-        size: bytes of a unit.
-        start: start of the field in a unit.
-        count: items of the field in a unit, stored consecutively.
-        item: bytes of an item.
     """
 
-    first: int
-    units: int
-    size: int
-    start: int
-    count: int
-    item: int
+    first: int  # start of the units, or of a field that a block has once
+    units: int  # number of units. 1 for a field that a block has once.
+    size: int  # bytes of a unit
+    start: int  # start of the field in a unit
+    count: int  # items of the field in a unit, stored consecutively
+    item: int  # bytes of an item
 
     def items_of(self, panels: np.ndarray) -> np.ndarray:
         """Return a view of the field's items in panels uint8 [..., bytes].
@@ -229,86 +209,6 @@ def in_panels(rows: np.ndarray, form: str, panels: np.ndarray) -> None:
             target[..., : len(part)] = items.transpose(1, 2, 3, 0)
             target[..., len(part) :] = 0
     assert outputs <= len(panels) * PANEL
-
-
-def columns(panels: jax.Array, outputs: jax.Array, form: str) -> jax.Array:
-    """Return the dequantized weights of outputs [T], which must be in range: float32 [T, I]."""
-    # Arithmetic on two constants. Operations for each byte would be most of a model's program.
-    start, step = _byte_places(form)
-    index = (start + step * (outputs % PANEL)[:, None])[:, None, :]
-    panel = (outputs // PANEL)[:, None, None]
-    block = jnp.arange(panels.shape[1])[None, :, None]
-    return numbers(panels.at[panel, block, index].get(mode="promise_in_bounds"), form)
-
-
-def _byte_places(form: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return two i32 arrays with one element per byte of a block, in the order of `in_panel`.
-
-    The first has the offset of the byte in a panel for output 0. The second has the distance in
-    bytes to the same byte of the next output.
-    """
-    starts: list[int] = []
-    steps: list[int] = []
-    for place in FORMATS[form].in_panel.values():
-        for unit, item in np.ndindex(place.units, place.count):
-            before = place.first + unit * place.size + place.start + item * place.item
-            starts += range(PANEL * before, PANEL * before + place.item)
-            steps += [place.item] * place.item
-    return np.array(starts, np.int32), np.array(steps, np.int32)
-
-
-def numbers(rows: jax.Array, form: str) -> jax.Array:
-    """Dequantize rows of GGUF blocks [..., blocks, bytes of a block]: float32 [..., inputs]."""
-    layout = FORMATS[form]
-    parts = {
-        name: rows[..., place.start : place.start + place.count * place.item]
-        for name, place in layout.fields.items()
-    }
-    codes = _codes(parts, layout).astype(jnp.float32)
-    codes = codes.reshape(*rows.shape[:-1], layout.runs, layout.run)
-    scale = (_power if layout.is_power else _half)(parts["scale"])
-    if layout.scaled:
-        factors = parts["scales"]
-        if not layout.has_minimum:
-            factors = jax.lax.bitcast_convert_type(factors, jnp.int8)
-        scale = scale * factors.astype(jnp.float32)
-    values = codes * scale[..., None]
-    if layout.has_minimum:
-        minimum = _half(parts["minimum"])
-        if layout.scaled:
-            minimum = -(minimum * parts["minima"].astype(jnp.float32))
-        values = values + minimum[..., None]
-    return values.reshape(*rows.shape[:-2], -1)
-
-
-def _half(field: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(field, jnp.uint16)
-    return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)[..., None]
-
-
-def _power(field: jax.Array) -> jax.Array:
-    exponent = field.astype(jnp.int32)
-    bits = jnp.where(exponent < 2, 0x200000 << exponent, (exponent - 1) << 23)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _codes(parts: Mapping[str, jax.Array], layout: BlockFormat) -> jax.Array:
-    """Return the codes minus their offset, in the order of the inputs: int32 [..., size]."""
-    codes = _unpacked(parts["low"], layout.low)
-    if layout.high:
-        codes = codes | _unpacked(parts["high"], layout.high) << layout.low
-    if layout.low == 8:
-        return codes.astype(jnp.uint8).astype(jnp.int8).astype(jnp.int32)
-    if layout.numbers:
-        codes = jnp.asarray(layout.numbers, jnp.int32)[codes]
-    return codes - layout.offset
-
-
-def _unpacked(field: jax.Array, bits: int) -> jax.Array:
-    halves = jax.lax.bitcast_convert_type(field.reshape(*field.shape[:-1], -1, 2), jnp.uint16)
-    words = halves.astype(jnp.int32).reshape(*halves.shape[:-1], -1, 1, 2)
-    shifts = jnp.arange(0, 16, bits)[:, None]
-    return (words >> shifts & (1 << bits) - 1).reshape(*field.shape[:-1], -1)
 
 
 def format_of(form: str, inputs: int, scales: jax.Array, zeros: jax.Array | None) -> str | None:

@@ -18,95 +18,44 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds
+from pallas_kernels.cpu.arithmetic import exp2, float_type, stored_type, tanh, widened
+from pallas_kernels.cpu.ffi import NAMES
+from pallas_kernels.cpu.handler import part_bounds
 from pallas_kernels.cpu.ir_builder import (
     I32,
     I64,
     LINE,
     POINTER,
-    VOID,
     Code,
-    bfloat16_bits,
     const,
     element_bytes,
     filled,
-    float_type,
-    host,
-    stored_type,
-    widened,
+    internal,
 )
+from pallas_kernels.cpu.paged import BLOCK, SCALE, PagedCode, PagedKernel
 
-BLOCK = 64  # tokens
 MOST_PARTS = 64
 WORK_OF_A_PART = 1 << 17  # numbers in keys
 TOKENS_OF_A_PAIR = 16  # cost of a pair in addition to its tokens, in tokens
 BYTES_AHEAD = 4096  # distance of the prefetched address
 PAGES_FARTHER = 2  # a line further on is prefetched for its address translation
-SCALE = ir.FloatType()  # dtype of the scales of int8 pages
-
-
-@dataclass(frozen=True)
-class PagedKernel:
-    """Kernel for pages [., K, page_size, head_dim] and `group` query heads per kv head.
-
-    Attributes:
-        dtype: dtype of sums: "float32" or "float64".
-        pages: dtype of keys and values: "float32", "float64", "bfloat16", "float16", "uint8" (the
-            bits of float8) or "int8" (codes with a scale per token).
-        page_size: tokens of a page.
-        group: query heads per kv head.
-        head_dim: numbers of a head.
-        capped: whether scores are soft-capped.
-        query_dtype: dtype of queries and results in memory: `dtype`, or "bfloat16" for "float32".
-    """
-
-    dtype: str
-    pages: str
-    page_size: int
-    group: int
-    head_dim: int
-    capped: bool
-    query_dtype: str
-
-    prefix: ClassVar[str]
-    plain_operands: ClassVar[int]
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether pages are int8 codes. Their scales, of keys and values, are two more operands."""
-        return self.pages == "int8"
-
-    @property
-    def operands(self) -> int:
-        return self.plain_operands + 2 * self.is_scaled
-
-    @property
-    def name(self) -> str:
-        dtypes = f"{self.dtype}_{self.query_dtype}_{self.pages}"
-        kind = f"{dtypes}_{self.page_size}_{self.group}_{self.head_dim}"
-        return f"{self.prefix}{kind}{'_capped' if self.capped else ''}"
-
-    def stored(self, code: Code, number: Any, address: Any, index: Any) -> None:
-        """Generate code that writes a vector of results."""
-        if self.query_dtype == "bfloat16":
-            number = bfloat16_bits(code, number)
-        code.write_vector(number, address, index)
 
 
 @dataclass(frozen=True)
 class PagedDecode(PagedKernel):
     """Kernel for rows of one query.
 
-    Attributes:
-        among: whether there are longer rows too, whose results exist already. Then `query_start`
-            and these results are the last two operands.
+    Its operands are q, k, v, page_table, kv_len, sinks, window, numbers, and the scales of int8
+    pages.
     """
 
+    # whether there are longer rows too, whose results exist already. Then `query_start` and these
+    # results are the last two operands.
     among: bool = False
 
     prefix = f"{NAMES}decode_"
@@ -119,16 +68,6 @@ class PagedDecode(PagedKernel):
     @property
     def name(self) -> str:
         return f"{super().name}{'_among' if self.among else ''}"
-
-    @property
-    def fields(self) -> Sequence[Field]:
-        """Arguments of the code: buffers, then sizes.
-
-        The buffers are q, k, v, page_table, kv_len, sinks, window, numbers, scales, query_start,
-        results so far, results. The sizes are R, M, P, K, T.
-        """
-        buffers = (Field(buffer) for buffer in range(self.operands + 1))
-        return (*buffers, Field(3, 0), Field(3, 1), Field(1, 0), Field(1, 1), Field(0, 0))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
         *_, rows, _, _, heads, _ = fields
@@ -201,7 +140,6 @@ class PagedDecode(PagedKernel):
 
 
 def _seen(code: Code, kernel: PagedDecode, fields: Sequence[Any], row: Any) -> tuple[Any, Any]:
-    """Generate code that computes the first position that the query of a row sees, and the end."""
     lengths, window, columns = fields[4], fields[6], fields[-4]
     length = code.sext(code.read(lengths, row, I32), I64)
     length = code.larger_int(length, const(0))
@@ -214,7 +152,6 @@ def _seen(code: Code, kernel: PagedDecode, fields: Sequence[Any], row: Any) -> t
 
 
 def _token(code: Code, kernel: PagedDecode, fields: Sequence[Any], row: Any) -> tuple[Any, Any]:
-    """Generate code that computes the token of a row's query, and whether the row has only one."""
     if not kernel.among:
         return row, None
     starts, most = fields[8 + 2 * kernel.is_scaled], fields[-1]
@@ -234,20 +171,13 @@ def _total(code: Code, kernel: PagedDecode, fields: Sequence[Any]) -> Any:
     return sums[0]
 
 
-class _Pair:
+class _Pair(PagedCode):
     """Generator of the function that computes one (row, kv head) pair."""
 
     def __init__(self, kernel: PagedDecode) -> None:
         """Choose the sizes of vectors and squares for a kernel on this host."""
-        self.kernel = kernel
-        self.real = float_type(np.dtype(kernel.dtype))
-        self.stored = stored_type(kernel.pages)
-        self.S, self.G, self.H = kernel.page_size, kernel.group, kernel.head_dim
-        self.cpu = host()
-        most = self.cpu.vector_bytes // element_bytes(self.real)
-        self.lanes = math.gcd(self.H, most)  # of keys and values
+        super().__init__(kernel)
         self.vectors = self.H // self.lanes
-        self.width = most  # lanes of scores
         size = element_bytes(self.stored)
         self.packed = math.gcd(self.vectors, element_bytes(self.real) // size)
         self.word = ir.IntType(8 * size * self.packed)  # a word holds several numbers of a key
@@ -268,12 +198,9 @@ class _Pair:
         the row and head. The next entry of the page table and the next k give the address of the
         first page of the next pair.
         """
-        scales = [POINTER] * 2 * self.kernel.is_scaled
-        kind = ir.FunctionType(VOID, [POINTER] * 9 + [I64] * 4 + scales)
-        function = ir.Function(module, kind, "pair")
-        function.linkage = "internal"
-        code = Code(function)
-        q, self.k, self.v, self.table, sinks, numbers, out, *others = function.args
+        scales = [POINTER] * (2 * self.kernel.is_scaled)
+        code, arguments = internal(module, "pair", [POINTER] * 9 + [I64] * 4 + scales)
+        q, self.k, self.v, self.table, sinks, numbers, out, *others = arguments
         factor, self.cap = (code.read(numbers, const(nth), self.real) for nth in (0, 1))
         self.q = code.room(self.real, self.G * self.H)
         self.entry, self.next_k, self.first, self.stop, self.stride, self.pages = others[:6]
@@ -291,75 +218,57 @@ class _Pair:
             self._values(code, block, begin, end)
         self._finish(code, out)
         code.ret_void()
-        return function
+        return code.function
 
     def _begin(self, code: Code, q: Any, factor: Any, sinks: Any) -> None:
         """Generate code that scales the queries and starts the softmax with the sinks alone.
 
         An absent sink is -inf. Sums begin at zero.
         """
-        query_type, factor = stored_type(self.kernel.query_dtype), code.splat(factor, self.lanes)
+        factor = code.splat(factor, self.lanes)
         with code.loop(const(0), const(self.G * self.H), self.lanes) as (index, _):
-            query = widened(code, code.read_vector(q, index, query_type, self.lanes), self.real)
+            query = widened(
+                code, code.read_vector(q, index, self.query_type, self.lanes), self.real
+            )
             code.write_vector(code.fmul(query, factor), self.q, index)
-        lowest = float(np.finfo(self.kernel.dtype).min)
         for g in range(self.G):
             sink = code.splat(code.read(sinks, const(g), self.real), 1)
-            top = code.larger(filled(sink.type, lowest), sink)
-            total = code.exp2(code.fsub(sink, top))
+            top = code.larger(filled(sink.type, self.lowest), sink)
+            total = exp2(code, code.fsub(sink, top))
             code.write_vector(top, self.tops, const(g))
             code.write_vector(total, self.totals, const(g))
         zero = filled(ir.VectorType(self.real, self.lanes), 0.0)
         with code.loop(const(0), const(self.G * self.H), self.lanes) as (index, _):
             code.write_vector(zero, self.sums, index)
 
-    def _page(self, code: Code, base: Any, entry: Any) -> Any:
-        """Generate code that computes the address of the page whose id is at `entry`.
-
-        An id that is not less than the number of pages is replaced by 0.
-        """
-        page = code.zext(code.load(entry, typ=I32), I64)
-        page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
-        return code.at(base, code.mul(page, self.stride), self.stored)
-
-    def _page_scales(self, code: Code, which: int, column: Any) -> Any:
-        """Generate code that computes the address of a page's scales of keys (0) or values (1)."""
-        page = code.zext(code.read(self.table, column, I32), I64)
-        page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
-        stride = code.sdiv(self.stride, const(self.H))
-        return code.at(self.scales[which], code.mul(page, stride), SCALE)
-
     def _prefetch_scales(self, code: Code, page: Any) -> None:
-        """Generate code that prefetches scales: of a page's values, and of keys one block later."""
+        # Prefetches the scales of a page's values, and of keys one block later.
         last = code.sdiv(code.sub(self.stop, const(1)), const(self.S))
         later = code.add(page, const(max(1, BLOCK // self.S)))
-        code.prefetch(self._page_scales(code, 1, page))
-        code.prefetch(self._page_scales(code, 0, code.smaller_int(later, last)))
+        code.prefetch(self._scales_of(code, 1, page))
+        code.prefetch(self._scales_of(code, 0, code.smaller_int(later, last)))
+
+    def _scales_of(self, code: Code, which: int, column: Any) -> Any:  # of keys (0) or values (1)
+        return code.at(self.scales[which], self.scales_before(code, column), SCALE)
 
     def _after_key(self, code: Code, page: Any, first: Any, after: Any, distance: int) -> Any:
-        """Generate code that computes the address read `distance` pages after a page of keys.
-
-        The keys of a block, in pages from `first` to before `after`, are followed by its values.
-        """
+        # The keys of a block, in pages from `first` to before `after`, are followed by its values.
         later = code.add(page, const(distance))
         more = code.icmp_signed("<", later, after)
         last = code.sub(after, const(1))
         value = code.smaller_int(code.sub(later, code.sub(after, first)), last)
         entry = code.at(self.table, code.select(more, later, value), I32)
-        return self._page(code, code.select(more, self.k, self.v), entry)
+        return self.page(code, code.select(more, self.k, self.v), entry)
 
     def _after_value(self, code: Code, page: Any, after: Any, distance: int) -> Any:
-        """Generate code that computes the address read `distance` pages after a page of values.
-
-        The values of a block are followed by the keys of the next block, and the values of the last
-        block by the first keys of the next pair.
-        """
+        # The values of a block are followed by the keys of the next block, and the values of the
+        # last block by the first keys of the next pair.
         later = code.add(page, const(distance))
         more = code.icmp_signed("<", later, after)
         ended = code.icmp_signed(">=", code.mul(later, const(self.S)), self.stop)
         entry = code.select(ended, self.entry, code.at(self.table, later, I32))
         base = code.select(ended, self.next_k, code.select(more, self.v, self.k))
-        return self._page(code, base, entry)
+        return self.page(code, base, entry)
 
     def _pages(self, code: Code, begin: Any, end: Any) -> tuple[Any, Any]:
         after = code.sdiv(code.add(end, const(self.S - 1)), const(self.S))
@@ -375,25 +284,21 @@ class _Pair:
             code.prefetch(code.at(address, code.add(start, const(offset)), self.stored))
 
     def _read(self, code: Code, address: Any, token: Any, vector: int) -> Any:
-        """Generate code that loads a vector of a token's key or value, in the dtype of the sums."""
         place = code.add(code.mul(token, const(self.H)), const(vector * self.lanes))
-        return self._number(code, code.read_vector(address, place, self.stored, self.lanes))
-
-    def _number(self, code: Code, stored: Any) -> Any:
-        return numbers(code, stored, self.real, self.kernel.is_scaled)
+        return self.numbers(code, code.read_vector(address, place, self.stored, self.lanes))
 
     def _scores(self, code: Code, block: Any, begin: Any, end: Any) -> None:
         """Generate code that multiplies the queries by a block's keys, and stores the scores."""
         first, after = self._pages(code, begin, end)
         step = self.squares * self.tokens
         with code.loop(first, after) as (page, _):
-            keys = self._page(code, self.k, code.at(self.table, page, I32))
+            keys = self.page(code, self.k, code.at(self.table, page, I32))
             ahead = self._after_key(code, page, first, after, self.ahead)
             code.prefetch(self._after_key(code, page, first, after, self.farther))
             scales = None
             if self.kernel.is_scaled:
                 self._prefetch_scales(code, page)
-                scales = self._page_scales(code, 0, page)
+                scales = self._scales_of(code, 0, page)
             low, high = self._within(code, page, begin, end)
             low = code.sub(low, code.srem(low, const(step)))
             place = code.sub(code.mul(page, const(self.S)), block)
@@ -445,7 +350,6 @@ class _Pair:
         return inner
 
     def _transposed(self, code: Code, keys: Any, token: Any, number: Any) -> list[Any]:
-        """Generate code that loads a square of keys, with a vector of all tokens for each word."""
         size = element_bytes(self.stored)
 
         def read(row: int, first: int, count: int) -> Any:
@@ -465,7 +369,7 @@ class _Pair:
         if bits != words.type:
             words = code.trunc(words, bits)
         stored = ir.VectorType(self.stored, self.lanes)
-        return self._number(code, code.bitcast(words, stored))
+        return self.numbers(code, code.bitcast(words, stored))
 
     def _softmax(self, code: Code, begin: Any, end: Any) -> None:
         """Generate code that replaces the scores [begin, end) of a block by softmax weights.
@@ -485,7 +389,7 @@ class _Pair:
             with code.loop(start, end, self.width, carry=[old]) as (index, tops):
                 scores = code.read_vector(row, index, self.real, self.width)
                 if self.kernel.capped:
-                    scores = code.fmul(code.tanh(scores), cap)
+                    scores = code.fmul(tanh(code, scores), cap)
                 place = code.add(code.splat(index, self.width), lane)
                 seen = code.and_(
                     code.icmp_signed(">=", place, begins), code.icmp_signed("<", place, ends)
@@ -497,10 +401,10 @@ class _Pair:
             top = code.splat(peak, self.width)
             with code.loop(start, end, self.width, carry=[zero]) as (index, sums):
                 scores = code.read_vector(row, index, self.real, self.width)
-                weights = code.exp2(code.fsub(scores, top))
+                weights = exp2(code, code.fsub(scores, top))
                 code.write_vector(weights, row, index)
                 sums[0] = code.fadd(sums[0], weights)
-            shrink = code.exp2(code.fsub(old, top))
+            shrink = exp2(code, code.fsub(old, top))
             shrink = code.extract_element(shrink, ir.Constant(I32, 0))
             total = code.fmul(code.read(self.totals, g, self.real), shrink)
             code.store(peak, code.at(self.tops, g, self.real))
@@ -534,12 +438,12 @@ class _Pair:
                 for nth, place in enumerate(places)
             ]
             with code.loop(first, after, carry=before) as (page, sums):
-                values = self._page(code, self.v, code.at(self.table, page, I32))
+                values = self.page(code, self.v, code.at(self.table, page, I32))
                 ahead = self._after_value(code, page, after, self.ahead)
                 code.prefetch(self._after_value(code, page, after, self.farther))
                 low, high = self._within(code, page, begin, end)
                 start = code.sub(code.mul(page, const(self.S)), block)
-                scales = self._page_scales(code, 1, page) if self.kernel.is_scaled else None
+                scales = self._scales_of(code, 1, page) if self.kernel.is_scaled else None
                 with code.loop(low, high, carry=sums) as (token, inner):
                     if queries.start == 0:
                         self._prefetch(code, ahead, code.mul(token, const(self.H)), self.H)
@@ -563,26 +467,12 @@ class _Pair:
                 code.write_vector(total, self.sums, const(place))
 
     def _finish(self, code: Code, out: Any) -> None:
-        """Generate code that divides the sums by the total weights and writes the result.
-
-        The result is zero if the total is zero.
-        """
-        zero, unit = (ir.Constant(self.real, value) for value in (0.0, 1.0))
         with code.loop(const(0), const(self.G)) as (g, _):
-            total = code.read(self.totals, g, self.real)
-            total = code.select(code.fcmp_ordered("==", total, zero), unit, total)
-            total = code.splat(total, self.lanes)
+            total = self.divisor(code, g)
             for vector in range(self.vectors):
                 place = code.add(code.mul(g, const(self.H)), const(vector * self.lanes))
                 sums = code.read_vector(self.sums, place, self.real, self.lanes)
                 self.kernel.stored(code, code.fdiv(sums, total), out, place)
-
-
-def numbers(code: Code, stored: Any, real: ir.Type, is_scaled: bool) -> Any:
-    """Generate code that converts stored numbers, which are integer codes if scaled, to `real`."""
-    if is_scaled:
-        return code.sitofp(stored, ir.VectorType(real, stored.type.count))
-    return widened(code, stored, real)
 
 
 def _groups(count: int, size: int) -> list[range]:

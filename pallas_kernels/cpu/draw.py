@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
@@ -17,16 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
-from pallas_kernels.cpu.ir_builder import (
-    I32,
-    LOG2_E,
-    Code,
-    const,
-    element_bytes,
-    filled,
-    float_type,
-)
+from pallas_kernels.cpu.arithmetic import LOG2_E, exp2, float_type
+from pallas_kernels.cpu.ffi import NAMES, registered
+from pallas_kernels.cpu.handler import Field, part_bounds
+from pallas_kernels.cpu.ir_builder import I32, Code, const, element_bytes, filled
 from pallas_kernels.cpu.row_sums import RowKernel, Vectors
 
 BLOCK = 128  # columns that are summed at once
@@ -48,7 +41,6 @@ class Draw(RowKernel):
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments of the code: the operands of `run`, tokens, probabilities, rows, columns."""
         return *map(Field, range(self.operands + 2)), Field(0, 0), Field(0, 1)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
@@ -114,7 +106,6 @@ class _RowDraw:
         return setting if setting.type == real else self.code.fpext(setting, real)
 
     def draw(self) -> None:
-        """Generate code that draws the token and stores it."""
         code, kernel = self.code, self.kernel
         kernel.for_each(code, const(0), self.columns, self._write_probability)
         code.store(ir.Constant(kernel.bits, 0), self.least)
@@ -133,14 +124,13 @@ class _RowDraw:
         code.store(self._token(), self.place)
 
     def _write_probability(self, index: Any, lanes: int) -> None:
-        """Generate code that stores exp((logit - highest) / temperature), or zero below min_p."""
-        code = self.code
+        code = self.code  # p = exp((logit - highest) / temperature), or zero below min_p
         # The difference comes first: a quotient of large logits and a small temperature may
         # overflow.
         below: Any = code.fsub(self._logits(index, lanes), code.splat(self.highest, lanes))
         zero = filled(below.type, 0.0)
         quotient = code.fdiv(below, code.splat(self.temperature, lanes))
-        p = code.exp2(code.fmul(quotient, filled(below.type, LOG2_E)))
+        p = exp2(code, code.fmul(quotient, filled(below.type, LOG2_E)))
         is_likely = code.fcmp_ordered(">=", p, code.splat(self.min_p, lanes))
         stays = code.or_(is_likely, code.fcmp_ordered("==", below, zero))
         code.write_vector(code.select(stays, p, zero), self.probs, index)
@@ -153,8 +143,7 @@ class _RowDraw:
         return self.code.icmp_unsigned(">=", keys, self.code.splat(key, lanes))
 
     def _kept(self, index: Any, lanes: int) -> Any:
-        """Generate code that loads probabilities, with zero for tokens below the least key."""
-        code = self.code
+        code = self.code  # the probabilities of tokens below the least key are zero
         p = code.read_vector(self.probs, index, self.kernel.real, lanes)
         stays = self._at_least(code.load(self.least, typ=self.kernel.bits), index, lanes)
         return code.select(stays, p, filled(p.type, 0.0))
@@ -236,7 +225,7 @@ class _RowDraw:
         return self.kernel.folded(code, shifted, size, 0.0, code.fadd, code.fadd)
 
     def _uniform(self) -> Any:
-        """Generate code that computes jax.random.uniform(fold_in(key, position)) for the row."""
+        # The number is jax.random.uniform(fold_in(key, position)).
         code, zero = self.code, ir.Constant(I32, 0)
         key = self._threefry(self.seed, [zero, self.position])
         high, low = self._threefry(key, [zero, zero])
@@ -259,21 +248,12 @@ class _RowDraw:
         return [x, y]
 
 
-@cache
-def _for_this_host(dtype: str) -> Draw:
-    return Draw(dtype)
-
-
 def draw(logits: jax.Array, *others: jax.Array) -> jax.Array:
-    """Sample a token for each row on CPU: i32[R]."""
-    return run(_for_this_host(np.dtype(logits.dtype).name), logits, *others)
-
-
-def run(kernel: Draw, logits: jax.Array, *others: jax.Array) -> jax.Array:
-    """Sample a token for each row with `kernel`: i32[R].
+    """Sample a token for each row on CPU: i32[R].
 
     The other arrays are highest, greedy, temperature, min_p, top_k, top_p, seed and position.
     """
     tokens = jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32)
     probs = jax.ShapeDtypeStruct(logits.shape, logits.dtype)
+    kernel = Draw(np.dtype(logits.dtype).name)
     return jax.ffi.ffi_call(registered(kernel), [tokens, probs])(logits, *others)[0]

@@ -1,50 +1,45 @@
-"""Activation of a gated MLP on CPU in one operation. The result of a number is always the same
-bits.
-"""
+"""Activation of a gated MLP on CPU in one operation. Equal numbers have results of equal bits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
-from pallas_kernels.cpu.ir_builder import (
+from pallas_kernels.cpu.arithmetic import (
     LOG2_E,
-    Code,
     bfloat16_bits,
-    const,
-    filled,
+    exp2,
     float_type,
     stored_type,
-    suffix,
+    tanh,
     widened,
 )
+from pallas_kernels.cpu.ffi import NAMES, registered
+from pallas_kernels.cpu.handler import Field, part_bounds
+from pallas_kernels.cpu.ir_builder import Code, const, filled, suffix
 from pallas_kernels.cpu.row_sums import RowKernel
-from pallas_kernels.product_arguments import Activation
+from pallas_kernels.row_arguments import Activation
 
 WORK_OF_A_NUMBER = 16  # cost of a number relative to reading one, which `parts_of` counts
 
 
 @dataclass(frozen=True)
 class Gated(RowKernel):
-    """Kernel for activation(gate) * up.
+    """Kernel for activation(gate) * up of "float64", "float32" or "bfloat16" in memory.
 
-    Attributes:
-        dtype: dtype of gate and up in memory: "float64", "float32" or "bfloat16". The computation
-            is in float32 or wider.
-        activation: "silu" or "gelu_tanh".
-        result: dtype of the result, to which gate and up are rounded first: `dtype` or "bfloat16".
+    The computation is in float32 or wider.
     """
 
     activation: Activation
-    result: str
+    result: (
+        str  # dtype of the result, to which gate and up are rounded first: `dtype` or "bfloat16"
+    )
 
     operands = 1
 
@@ -55,7 +50,6 @@ class Gated(RowKernel):
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments of the code: gate and up, the results, rows, numbers per row."""
         return Field(0), Field(1), Field(0, 0), Field(0, 2)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
@@ -92,23 +86,18 @@ class Gated(RowKernel):
         if self.activation == "silu":
             # The exponential of -|x| does not overflow.
             size = code.intrinsic(f"llvm.fabs.{suffix(kind)}", kind, [x])
-            power = code.exp2(code.fmul(size, filled(kind, -LOG2_E)))
+            power = exp2(code, code.fmul(size, filled(kind, -LOG2_E)))
             unit, zero = filled(kind, 1.0), filled(kind, 0.0)
             share = code.select(code.fcmp_ordered("<", x, zero), power, unit)
             return code.fdiv(code.fmul(x, share), code.fadd(unit, power))
         cubed = code.fmul(code.fmul(x, x), code.fmul(x, filled(kind, 0.044715)))
         inner = code.fmul(code.fadd(x, cubed), filled(kind, math.sqrt(2 / math.pi)))
-        tanh = code.fadd(code.tanh(inner), filled(kind, 1.0))
-        return code.fmul(code.fmul(x, filled(kind, 0.5)), tanh)
-
-
-@cache
-def _for_this_host(dtype: str, activation: Activation, result: str) -> Gated:
-    return Gated(dtype, activation, result)
+        raised = code.fadd(tanh(code, inner), filled(kind, 1.0))
+        return code.fmul(code.fmul(x, filled(kind, 0.5)), raised)
 
 
 def gated(x: jax.Array, activation: Activation, dtype: jnp.dtype) -> jax.Array:
     """Compute activation(gate) * up on CPU: [T,F] of `dtype`."""
-    kernel = _for_this_host(np.dtype(x.dtype).name, activation, dtype.name)
+    kernel = Gated(np.dtype(x.dtype).name, activation, dtype.name)
     shape = jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), dtype)
     return jax.ffi.ffi_call(registered(kernel), shape)(x)

@@ -7,28 +7,20 @@ from typing import Any
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.ir_builder import (
-    Code,
-    bfloat16_bits,
-    filled,
-    float_type,
-    suffix,
-    widened,
-)
+from pallas_kernels.cpu.arithmetic import bfloat16_bits, float_type, widened
+from pallas_kernels.cpu.ir_builder import Code, filled, suffix
 from pallas_kernels.cpu.row_sums import RowKernel, Vectors
-from pallas_kernels.norm_arguments import NormOptions
+from pallas_kernels.row_arguments import NormOptions
 
 
 @dataclass(frozen=True)
 class NormKernel(RowKernel):
-    """Base of the kernels that normalize rows.
+    """Base of the kernels that normalize rows of "float64", "float32" or "bfloat16".
 
-    Attributes:
-        dtype: "float64", "float32" or "bfloat16". The computation is in float32 or wider.
-        options: of the norms.
+    The computation is in float32 or wider.
     """
 
-    options: NormOptions
+    options: NormOptions  # of the norms, and of the sum before them
 
     def mean_square(self, code: Code, numbers: Vectors, size: Any) -> Any:
         """Generate code that computes the mean of a row's squares."""

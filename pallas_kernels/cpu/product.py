@@ -21,8 +21,7 @@ the work of a few rows. A weight without rows is not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,30 +30,36 @@ import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
+from pallas_kernels.cpu.arithmetic import float_type, stored_type, widened
+from pallas_kernels.cpu.ffi import NAMES, Host, host, registered
+from pallas_kernels.cpu.handler import Field, part_bounds
 from pallas_kernels.cpu.ir_builder import (
     I1,
     I32,
     I64,
     LINE,
     POINTER,
-    VOID,
     Code,
-    Host,
     const,
     element_bytes,
     filled,
-    float_type,
-    host,
-    stored_type,
-    widened,
+    internal,
+)
+from pallas_kernels.cpu.panel_tiles import (
+    INPUTS_OF_A_CHUNK,
+    TILES_OF_A_CHUNK,
+    TileSums,
+    columns_at_once,
+    each_group,
+    each_tile,
+    fill,
+    grouped,
+    parts_of,
+    place_in_panels,
+    row_tiles,
 )
 from pallas_kernels.cpu.panels import PANEL, in_pairs
 
-MOST_PARTS = 16
-WORK_OF_A_PART = 1 << 16  # weights (or pairs) read, or an eighth of the products
-TILES_OF_A_CHUNK = 8  # their rows of x stay in the cache during the loop over panels
-INPUTS_OF_A_CHUNK = 1024  # or pairs of them
 ROWS_TO_PREFETCH = 6  # from this many rows on, the processor does not prefetch by itself
 AHEAD = 64  # distance of prefetches, in inputs or pairs of inputs
 UNROLLED = 4  # unrolled turns of the loop over inputs
@@ -116,10 +121,7 @@ class PanelProduct:
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments of the code: x, panels, rows per group, y, then sizes.
-
-        The sizes are rows, groups, inputs (or pairs of inputs), panels of a weight.
-        """
+        # The sizes are rows, groups, inputs (or pairs of inputs), and panels of a weight.
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
         return (*buffers, Field(0, 0), Field(1, 0), Field(1, 2), Field(1, 1))
 
@@ -128,11 +130,7 @@ class PanelProduct:
         return parts_of(code, (counts, groups, rows), inputs, panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that computes the panels of part `index` of all groups.
-
-        Padding rows of y become zero. The loops are over groups, chunks of rows, chunks of inputs,
-        panels, and tiles of rows.
-        """
+        """Generate code that computes part `index` of y, and sets its padding rows to zero."""
         x, w, counts, y, rows, groups, inputs, panels = fields
         outputs = code.mul(panels, const(PANEL))
         first, last = part_bounds(code, panels, index, parts)
@@ -151,30 +149,21 @@ class PanelProduct:
             of_all = code.add(code.mul(group, panels), panel)
             here = code.at(w, place_in_panels(code, of_all, inputs, k), self.stored)
             below = code.at(here, code.mul(inputs, const(PANEL)), self.stored)
-            row = chunk
-            for size in sizes:
-                with code.loop(row, code.sub(end, const(size - 1)), size) as (start, _):
-                    nth = code.sdiv(code.sub(start, chunk), const(sizes[0]))
-                    ahead = self._ahead(code, here, (panel, last), below, nth, count)
-                    first_x = code.mul(code.add(code.mul(start, inputs), k), const(self.reads))
-                    from_ = code.at(x, first_x, self.read)
-                    to = code.at(
-                        y, code.add(code.mul(start, outputs), column), float_type(self.dtype)
-                    )
-                    begins = code.icmp_signed("==", k, const(0))
-                    code.call(tiles[size], [from_, here, to, ahead, count, inputs, outputs, begins])
-                whole = code.sdiv(code.sub(end, row), const(size))
-                row = code.add(row, code.mul(whole, const(size)))
+            for size, start in each_tile(code, chunk, end, sizes):
+                nth = code.sdiv(code.sub(start, chunk), const(sizes[0]))
+                ahead = self._ahead(code, here, (panel, last), below, nth, count)
+                first_x = code.mul(code.add(code.mul(start, inputs), k), const(self.reads))
+                from_ = code.at(x, first_x, self.read)
+                to = code.at(y, code.add(code.mul(start, outputs), column), float_type(self.dtype))
+                begins = code.icmp_signed("==", k, const(0))
+                code.call(tiles[size], [from_, here, to, ahead, count, inputs, outputs, begins])
         lanes = self.cpu.vector_bytes // element_bytes(float_type(self.dtype))
         fill(code, y, (ends[0], rows), (first, last), outputs, float_type(self.dtype), lanes)
 
     def _ahead(self, code: Code, here: Any, panels: Any, below: Any, nth: Any, count: Any) -> Any:
-        """Generate code that computes the first address that tile `nth` of a chunk prefetches.
-
-        A tile prefetches one line per input. The first two tiles of full size each prefetch half of
-        the next panel, which has two lines per input. Otherwise the memory would be idle while the
-        other tiles of the chunk compute. The other tiles prefetch their own panel.
-        """
+        # A tile prefetches one line per input. The first two tiles of full size each prefetch half
+        # of the next panel, which has two lines per input. Otherwise the memory would be idle while
+        # the other tiles of the chunk compute. The other tiles prefetch their own panel.
         panel, last = panels
         half = code.mul(code.mul(nth, count), const(LINE // element_bytes(self.stored)))
         is_below = code.and_(
@@ -182,75 +171,6 @@ class PanelProduct:
             code.icmp_signed("<", nth, const(2)),
         )
         return code.select(is_below, code.at(below, half, self.stored), here)
-
-
-@contextmanager
-def each_group(
-    code: Code, counts: Any, groups: Any, rows: Any, carry: Sequence[Any] = ()
-) -> Iterator[tuple[Any, Any, list[Any]]]:
-    """Generate a loop over consecutive groups of rows. The body is the `with` block.
-
-    The number of rows of a group is its i32 in `counts`, limited to 0 and to the remaining rows.
-
-    Yields:
-        The group, its first row, and a list: the row after its last row (after the loop, the row
-        after all groups), then the values of `carry`.
-    """
-    with code.loop(const(0), groups, carry=[const(0), *carry]) as (group, values):
-        begin = values[0]
-        count = code.larger_int(code.sext(code.read(counts, group, I32), I64), const(0))
-        values[0] = code.add(begin, code.smaller_int(count, code.sub(rows, begin)))
-        yield group, begin, values
-
-
-def place_in_panels(code: Code, panel: Any, rows: Any, row: Any) -> Any:
-    """Generate code that computes the first element of a row of a panel of `rows` rows."""
-    return code.mul(code.add(code.mul(panel, rows), row), const(PANEL))
-
-
-def parts_of(code: Code, groups: tuple[Any, Any, Any], inputs: Any, panels: Any) -> Any:
-    """Generate code that computes the number of parts of a product. Each part is whole panels.
-
-    `groups` are counts, groups and rows as in `each_group`.
-    """
-    weights = code.mul(code.mul(inputs, panels), const(PANEL))
-    with each_group(code, *groups, carry=[const(0)]) as (_, begin, values):
-        eighth = code.ashr(code.add(code.sub(values[0], begin), const(7)), const(3))
-        values[1] = code.add(values[1], eighth)
-    work = code.sdiv(code.mul(weights, values[1]), const(WORK_OF_A_PART))
-    parts = code.add(work, const(1))
-    for limit in (const(MOST_PARTS), panels):
-        parts = code.smaller_int(parts, limit)
-    return parts
-
-
-def fill(
-    code: Code, y: Any, rows: Any, panels: Any, outputs: Any, real: ir.Type, lanes: int
-) -> None:
-    """Generate code that writes zeros to rows and panels of y, given as (first, end)."""
-    zero = filled(ir.VectorType(real, lanes), 0.0)
-    low, high = (code.mul(panel, const(PANEL)) for panel in panels)
-    with code.loop(*rows) as (row, _), code.loop(low, high, lanes) as (column, _):
-        code.write_vector(zero, y, code.add(code.mul(row, outputs), column))
-
-
-def row_tiles(sums: int) -> list[int]:
-    """Return the sizes of tiles whose sums fit in `sums` vector registers, from the largest to 1.
-
-    A row of the largest tile has two vectors of sums, which balances reads of x and of weights.
-    """
-    return [sums // 2, *(size for size in (8, 4, 2, 1) if size < sums // 2)]
-
-
-def columns_at_once(sums: int, size: int, vectors: int) -> list[range]:
-    """Split the vectors of a panel into passes of a tile of `size` rows, whose sums fit registers.
-
-    A pass reads all inputs of its columns, so tiles of few rows read whole panels once.
-    """
-    width = vectors
-    while size * width > sums:
-        width //= 2
-    return [range(start, start + width) for start in range(0, vectors, width)]
 
 
 def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
@@ -262,23 +182,16 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
     """
     real, stored = float_type(kernel.dtype), kernel.stored
     lanes = kernel.cpu.vector_bytes // element_bytes(real)
-    kind = ir.FunctionType(VOID, [POINTER] * 4 + [I64] * 3 + [I1])
-    function = ir.Function(module, kind, f"tile_{size}")
-    function.linkage = "internal"
-    code = Code(function)
-    x, w, y, ahead, count, inputs, outputs, begins = function.args
+    code, arguments = internal(module, f"tile_{size}", [POINTER] * 4 + [I64] * 3 + [I1])
+    x, w, y, ahead, count, inputs, outputs, begins = arguments
     between = code.mul(inputs, const(kernel.reads))
     rows = [code.at(x, code.mul(const(row), between), kernel.read) for row in range(size)]
-    results = [code.at(y, code.mul(const(row), outputs), real) for row in range(size)]
-    zero = filled(ir.VectorType(real, lanes), 0.0)
+    results = TileSums(code, y, size, outputs, ir.VectorType(real, lanes))
     line = LINE // element_bytes(stored)
+    added = code.add_pair_products if kernel.dots else code.multiply_add
     passes = columns_at_once(kernel.sums, size, PANEL // lanes)
     for nth_pass, columns in enumerate(passes):
-        before = [
-            code.select(begins, zero, code.read_vector(result, const(vector * lanes), real, lanes))
-            for result in results
-            for vector in columns
-        ]
+        before = results.read(columns, begins)
 
         def turn(
             nth: int, k: Any, sums: list[Any], nth_pass: int = nth_pass, columns: range = columns
@@ -301,14 +214,12 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
                     value = code.splat(code.read(rows[row], place, kernel.read), lanes)
                     for column, factors in enumerate(weights):
                         to = row * len(columns) + column
-                        sums[to] = _added(code, kernel, value, factors[read], sums[to])
+                        sums[to] = added(value, factors[read], sums[to])
 
         sums = code.unrolled_loop(count, max(1, UNROLLED // kernel.reads), before, turn)
-        for index, total in enumerate(sums):
-            row, column = divmod(index, len(columns))
-            code.write_vector(total, results[row], const(columns[column] * lanes))
+        results.write(columns, sums)
     code.ret_void()
-    return function
+    return code.function
 
 
 def _factors(code: Code, kernel: PanelProduct, stored: Any) -> Sequence[Any]:
@@ -324,11 +235,6 @@ def _factors(code: Code, kernel: PanelProduct, stored: Any) -> Sequence[Any]:
         code.and_(stored, filled(stored.type, 0xFFFF0000)),
     )
     return [widened(code, code.bitcast(half, floats), real) for half in halves]
-
-
-def _added(code: Code, kernel: PanelProduct, value: Any, factor: Any, total: Any) -> Any:
-    add = code.add_pair_products if kernel.dots else code.multiply_add
-    return add(value, factor, total)
 
 
 def kernel_for(x: np.dtype, weights: str, cpu: Host | None = None) -> PanelProduct:
@@ -364,11 +270,7 @@ def panel_product(
 def run(
     kernel: PanelProduct, x: jax.Array, panels: jax.Array, num_rows: jax.Array | None = None
 ) -> jax.Array:
-    """Compute `panel_product` with `kernel`: [T, O].
-
-    Raises:
-        ValueError: panels or num_rows do not fit.
-    """
+    """Compute `panel_product` with `kernel`: [T, O]. Raise ValueError for a wrong shape."""
     inputs = -(-x.shape[1] // 2) if in_pairs(kernel.weights) else x.shape[1]
     panels, counts = grouped(x, panels, num_rows, inputs)
     name = registered(kernel)
@@ -377,26 +279,3 @@ def run(
         x = jnp.pad(x, ((0, 0), (0, 1)))
     shape = jax.ShapeDtypeStruct((x.shape[0], panels.shape[1] * PANEL), kernel.dtype)
     return jax.ffi.ffi_call(name, shape)(x, panels, counts)
-
-
-def grouped(
-    x: jax.Array, panels: jax.Array, num_rows: jax.Array | None, rows: int
-) -> tuple[jax.Array, jax.Array]:
-    """Return panels [E, P, rows, PANEL] and row counts i32[E]. A single weight is one group.
-
-    Raises:
-        ValueError: panels or counts have a wrong shape, or counts are missing.
-    """
-    if panels.ndim not in (3, 4) or panels.shape[-2:] != (rows, PANEL):
-        raise ValueError(
-            f"panels have shape {panels.shape}; expected [P, {rows}, {PANEL}], or [E, P, {rows}, "
-            f"{PANEL}] of groups, for x with {x.shape[1]} inputs"
-        )
-    if panels.ndim == 3:
-        panels = panels[None]
-        count = jnp.int32(x.shape[0]) if num_rows is None else num_rows
-        return panels, count.astype(jnp.int32).reshape(1)
-    if num_rows is None or num_rows.shape != panels.shape[:1] or num_rows.dtype != jnp.int32:
-        got = "missing" if num_rows is None else f"{num_rows.dtype}{list(num_rows.shape)}"
-        raise ValueError(f"num_rows are {got}; expected int32[{len(panels)}], of each group")
-    return panels, num_rows

@@ -19,37 +19,35 @@ import jax
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
+from pallas_kernels.cpu.arithmetic import float_type, small_float8, stored_type, widened
+from pallas_kernels.cpu.ffi import NAMES, Host, host, registered
+from pallas_kernels.cpu.handler import Field, part_bounds
 from pallas_kernels.cpu.ir_builder import (
     I1,
     I8,
     I32,
     I64,
     POINTER,
-    VOID,
     Code,
-    Host,
     const,
     element_bytes,
     filled,
-    float_type,
-    host,
-    small_float8,
-    stored_type,
-    widened,
+    internal,
 )
-from pallas_kernels.cpu.panels import PANEL
-from pallas_kernels.cpu.product import (
+from pallas_kernels.cpu.panel_tiles import (
     INPUTS_OF_A_CHUNK,
     TILES_OF_A_CHUNK,
+    TileSums,
     columns_at_once,
     each_group,
+    each_tile,
     fill,
     grouped,
     parts_of,
     place_in_panels,
     row_tiles,
 )
+from pallas_kernels.cpu.panels import PANEL
 from pallas_kernels.quantized_codes import codes_a_row
 
 AHEAD = 32  # distance of prefetches in rows of codes
@@ -57,28 +55,18 @@ AHEAD = 32  # distance of prefetches in rows of codes
 
 @dataclass(frozen=True)
 class QuantizedPanelProduct:
-    """Kernel for a dtype of x, a form of codes and a dtype of scales.
+    """Kernel for a dtype of x, a form of codes and a dtype of scales."""
 
-    Attributes:
-        x: dtype of x and of the sums, "float32" or "float64".
-        form: "int8", "fp8" or "int4".
-        scales: dtype of the scales.
-        zeros: whether the weight has zero points.
-        cpu: the CPU that code is generated for.
-    """
-
-    x: str
-    form: str
-    scales: str
-    zeros: bool
-    cpu: Host = field(default_factory=host)
+    x: str  # dtype of x and of the sums, "float32" or "float64"
+    form: str  # "int8", "fp8" or "int4"
+    scales: str  # dtype of the scales
+    zeros: bool  # whether the weight has zero points
+    cpu: Host = field(default_factory=host)  # the CPU that code is generated for
 
     @property
     def name(self) -> str:
-        zeros = "_zeros" if self.zeros else ""
-        return (
-            f"{NAMES}quantized_product_{self.x}_{self.form}_{self.scales}{zeros}_{self.cpu.vectors}"
-        )
+        kind = f"{self.x}_{self.form}_{self.scales}{'_zeros' if self.zeros else ''}"
+        return f"{NAMES}quantized_product_{kind}_{self.cpu.vectors}"
 
     @property
     def operands(self) -> int:
@@ -91,12 +79,11 @@ class QuantizedPanelProduct:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a vector of sums."""
         return self.cpu.vector_bytes // element_bytes(self.real)
 
     @property
     def reads(self) -> int:
-        """Number of inputs of a row of codes."""
+        """Inputs of a row of codes."""
         return codes_a_row(self.form)
 
     @property
@@ -106,10 +93,7 @@ class QuantizedPanelProduct:
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments of the code: x, codes, scales, optional zeros, rows per weight, y, then sizes.
-
-        The sizes are rows, weights, rows of codes of a weight, groups of these rows, and panels.
-        """
+        # The sizes are rows, weights, rows of codes of a weight, groups of these rows, and panels.
         buffers = (Field(buffer) for buffer in range(self.operands + 1))
         return (*buffers, Field(0, 0), Field(1, 0), Field(1, 2), Field(2, 2), Field(1, 1))
 
@@ -118,11 +102,7 @@ class QuantizedPanelProduct:
         return parts_of(code, (counts, experts, rows), inputs, panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that computes the panels of part `index` of all weights.
-
-        Padding rows of y become zero. The loops are over weights, chunks of rows, chunks of rows of
-        codes, panels, and tiles.
-        """
+        """Generate code that computes part `index` of y, and sets its padding rows to zero."""
         x, codes, *steps, counts, y, rows, experts, inputs, groups, panels = fields
         outputs = code.mul(panels, const(PANEL))
         first, last = part_bounds(code, panels, index, parts)
@@ -157,21 +137,14 @@ class QuantizedPanelProduct:
                 beside = [
                     code.at(step, at_group, kind) for step, kind in zip(steps, kinds, strict=False)
                 ]
-                row = chunk
-                for size in sizes:
-                    with code.loop(row, code.sub(end, const(size - 1)), size) as (start, _):
-                        from_ = code.at(x, _input(code, self, start, inputs, k), self.real)
-                        to = code.at(y, code.add(code.mul(start, outputs), column), self.real)
-                        begins = code.icmp_signed("==", k, const(0))
-                        numbers = [many, run, inputs, outputs, begins]
-                        code.call(tiles[size], [from_, here, *beside, to, *numbers])
-                    whole = code.sdiv(code.sub(end, row), const(size))
-                    row = code.add(row, code.mul(whole, const(size)))
+                for size, start in each_tile(code, chunk, end, sizes):
+                    first_x = code.mul(code.add(code.mul(start, inputs), k), const(self.reads))
+                    from_ = code.at(x, first_x, self.real)
+                    to = code.at(y, code.add(code.mul(start, outputs), column), self.real)
+                    begins = code.icmp_signed("==", k, const(0))
+                    numbers = [many, run, inputs, outputs, begins]
+                    code.call(tiles[size], [from_, here, *beside, to, *numbers])
         fill(code, y, (ends[0], rows), (first, last), outputs, self.real, self.lanes)
-
-
-def _input(code: Code, kernel: QuantizedPanelProduct, row: Any, inputs: Any, k: Any) -> Any:
-    return code.mul(code.add(code.mul(row, inputs), k), const(kernel.reads))
 
 
 def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Function:
@@ -182,24 +155,17 @@ def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Fun
     `outputs`. If `begins`, the previous contents of y are ignored.
     """
     real, lanes = kernel.real, kernel.lanes
-    addresses = 5 if kernel.zeros else 4
-    kind = ir.FunctionType(VOID, [POINTER] * addresses + [I64] * 4 + [I1])
-    function = ir.Function(module, kind, f"tile_{size}")
-    function.linkage = "internal"
-    function.attributes.add("noinline")  # when inlined into the loops, it ran out of registers
-    code = Code(function)
-    x, codes, *steps, y, count, run, inputs, outputs, begins = function.args
+    kinds = [POINTER] * (5 if kernel.zeros else 4) + [I64] * 4 + [I1]
+    code, arguments = internal(module, f"tile_{size}", kinds)
+    # When inlined into the loops, it ran out of registers.
+    code.function.attributes.add("noinline")
+    x, codes, *steps, y, count, run, inputs, outputs, begins = arguments
     between = code.mul(inputs, const(kernel.reads))
     rows = [code.at(x, code.mul(const(row), between), real) for row in range(size)]
-    results = [code.at(y, code.mul(const(row), outputs), real) for row in range(size)]
-    zero = filled(ir.VectorType(real, lanes), 0.0)
+    results = TileSums(code, y, size, outputs, ir.VectorType(real, lanes))
     groups = code.sdiv(count, run)
     for columns in columns_at_once(kernel.sums, size, PANEL // lanes):
-        before = [
-            code.select(begins, zero, code.read_vector(result, const(vector * lanes), real, lanes))
-            for result in results
-            for vector in columns
-        ]
+        before = results.read(columns, begins)
         with code.loop(const(0), groups, carry=before) as (group, sums):
             place = code.mul(group, const(PANEL))
             scales, offsets = _steps(code, kernel, steps, place, columns)
@@ -220,20 +186,15 @@ def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Fun
                             to = row * len(columns) + column
                             inner[to] = code.multiply_add(value, weight, inner[to])
             sums[:] = inner
-        for index, total in enumerate(sums):
-            row, column = divmod(index, len(columns))
-            code.write_vector(total, results[row], const(columns[column] * lanes))
+        results.write(columns, sums)
     code.ret_void()
-    return function
+    return code.function
 
 
 def _steps(
     code: Code, kernel: QuantizedPanelProduct, steps: Sequence[Any], place: Any, columns: range
 ) -> tuple[list[Any], list[Any]]:
-    """Generate code that loads the scales and zero points of a group, one vector per column each.
-
-    Without zero points, the zero point of int4 is 8.
-    """
+    """Generate code that loads the scales and zero points of a group, one vector per column."""
     real, lanes = kernel.real, kernel.lanes
     whole = ir.VectorType(I32, lanes)
     places = [code.add(place, const(vector * lanes)) for vector in columns]
@@ -246,7 +207,7 @@ def _steps(
     if kernel.zeros:
         bytes_ = [code.read_vector(steps[1], start, I8, lanes) for start in places]
         return scales, [code.zext(vector, whole) for vector in bytes_]
-    return scales, [filled(whole, 8) for _ in places]
+    return scales, [filled(whole, 8) for _ in places]  # the zero point of int4 is then 8
 
 
 def _number(
@@ -285,8 +246,7 @@ def quantized_panel_product(
     Args:
         x: [T, I], any float. I is the number of inputs of the rows of codes.
         codes: int8 or uint8 [P, rows, PANEL], see `quantized_matmul`. For experts [E, ...].
-        scales: [P, groups, PANEL]. 16-bit scales are given as their bits in uint16. For experts [E,
-            ...].
+        scales: [P, groups, PANEL], or [E, ...]. 16-bit scales are given as their bits in uint16.
         zeros: uint8 of the shape of scales, only for int4, or None.
         form: "int8", "fp8" or "int4".
         scales_dtype: dtype of the scales.
@@ -313,8 +273,9 @@ def run(
 ) -> jax.Array:
     """Compute `quantized_panel_product` with `kernel`: [T, P * PANEL]."""
     many, groups = codes.shape[:-2], scales.shape[-2]
-    for name, array in (("scales", scales), ("zeros", zeros)):
-        if array is not None and array.shape != (*many, groups, PANEL):
+    steps = [array for array in (scales, zeros) if array is not None]
+    for name, array in zip(("scales", "zeros"), steps, strict=False):
+        if array.shape != (*many, groups, PANEL):
             raise ValueError(
                 f"{name} have shape {array.shape}; expected {(*many, groups, PANEL)}, groups of "
                 f"the codes {codes.shape}"
@@ -326,10 +287,6 @@ def run(
         raise ValueError(f"x has {x.shape[1]} inputs; codes are for {rows * kernel.reads}")
     codes, counts = grouped(x, codes, num_rows, rows)
     shape = jax.ShapeDtypeStruct((x.shape[0], codes.shape[1] * PANEL), np.dtype(kernel.x))
-    steps = [
-        array.reshape(*codes.shape[:2], groups, PANEL)
-        for array in (scales, zeros)
-        if array is not None
-    ]
+    steps = [array.reshape(*codes.shape[:2], groups, PANEL) for array in steps]
     call = jax.ffi.ffi_call(registered(kernel), shape)
     return call(x.astype(kernel.x), codes, *steps, counts)

@@ -16,30 +16,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.decode import (
-    BLOCK,
-    SCALE,
-    PagedKernel,
-    numbers,
-)
-from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds
+from pallas_kernels.cpu.arithmetic import exp2, stored_type, tanh, widened
+from pallas_kernels.cpu.ffi import NAMES
+from pallas_kernels.cpu.handler import part_bounds
 from pallas_kernels.cpu.ir_builder import (
     I32,
     I64,
     POINTER,
-    VOID,
     Code,
     const,
     element_bytes,
     filled,
-    float_type,
-    host,
-    stored_type,
-    widened,
+    internal,
 )
+from pallas_kernels.cpu.paged import BLOCK, SCALE, PagedCode, PagedKernel
 
 TILE = 96  # queries times heads of a tile
 ROWS = 6  # rows of a product whose sums are in registers
@@ -50,20 +42,14 @@ WORK_OF_A_PART = 1 << 21  # products
 
 @dataclass(frozen=True)
 class PagedTiles(PagedKernel):
-    """Kernel for rows of two queries or more, in tiles."""
+    """Kernel for rows of two queries or more, in tiles.
+
+    Its operands are q, k, v, page_table, query_start, kv_len, sinks, window, numbers, and the
+    scales of int8 pages.
+    """
 
     prefix = f"{NAMES}tiles_"
     plain_operands = 9
-
-    @property
-    def fields(self) -> Sequence[Field]:
-        """Arguments of the code: buffers, then sizes.
-
-        The buffers are q, k, v, page_table, query_start, kv_len, sinks, window, numbers, scales,
-        out. The sizes are R, M, P, K, T.
-        """
-        buffers = (Field(buffer) for buffer in range(self.operands + 1))
-        return (*buffers, Field(3, 0), Field(3, 1), Field(1, 0), Field(1, 1), Field(0, 0))
 
     @property
     def queries(self) -> int:
@@ -112,10 +98,8 @@ class PagedTiles(PagedKernel):
 
 
 def _row(code: Code, kernel: PagedTiles, fields: Sequence[Any], row: Any) -> tuple[Any, Any, Any]:
-    """Generate code that computes a row's first token, number of queries and first position.
-
-    The number of queries is 0 for rows of fewer than two queries.
-    """
+    # The first token of a row, its number of queries (0 if it has fewer than two), and its first
+    # position.
     starts, lengths, columns, most = fields[4], fields[5], fields[-4], fields[-1]
     start, stop = (
         code.smaller_int(
@@ -133,11 +117,8 @@ def _row(code: Code, kernel: PagedTiles, fields: Sequence[Any], row: Any) -> tup
 def _span(
     code: Code, kernel: PagedTiles, fields: Sequence[Any], count: Any, before: Any, nth: Any
 ) -> tuple[Any, Any, Any]:
-    """Generate code that computes the number of queries of a tile, and the positions that it sees.
-
-    `nth` is the first query of the tile. The positions are the first one and the one after the
-    last.
-    """
+    # The number of queries of the tile that begins with query `nth`, the first position that it
+    # sees, and the position after the last.
     number = code.smaller_int(code.sub(count, nth), const(kernel.queries))
     span = code.sext(code.load(fields[7], typ=I32), I64)
     position = code.add(before, nth)
@@ -146,7 +127,6 @@ def _span(
 
 
 def _work(code: Code, number: Any, first: Any, stop: Any) -> Any:
-    """Generate code that computes the cost of a tile: queries times (positions + BLOCK)."""
     return code.mul(number, code.add(code.sub(stop, first), const(BLOCK)))
 
 
@@ -160,19 +140,13 @@ def _total(code: Code, kernel: PagedTiles, fields: Sequence[Any]) -> Any:
     return code.mul(sums[0], fields[-2])
 
 
-class _Tile:
+class _Tile(PagedCode):
     """Generator of the function that computes one tile of one kv head."""
 
     def __init__(self, kernel: PagedTiles) -> None:
         """Choose the sizes of vectors and tiles for a kernel on this host."""
-        self.kernel = kernel
-        self.real = float_type(np.dtype(kernel.dtype))
-        self.stored, self.query_type = stored_type(kernel.pages), stored_type(kernel.query_dtype)
-        self.S, self.G, self.H = kernel.page_size, kernel.group, kernel.head_dim
-        cpu = host()
-        self.width = cpu.vector_bytes // element_bytes(self.real)  # lanes of scores
-        self.lanes = math.gcd(self.H, self.width)  # of keys and values
-        self.most_vectors = 4 if cpu.registers >= 32 else 2
+        super().__init__(kernel)
+        self.most_vectors = 4 if self.cpu.registers >= 32 else 2
         self.rows = -(-kernel.queries * self.G // ROWS) * ROWS
 
     def function(self, module: ir.Module) -> ir.Function:
@@ -183,12 +157,10 @@ class _Tile:
         `stop`.
         """
         kinds = [POINTER if field.size is None else I64 for field in self.kernel.fields]
-        function = ir.Function(module, ir.FunctionType(VOID, [*kinds, *[I64] * 7]), "tile")
-        function.linkage = "internal"
-        code = Code(function)
+        code, arguments = internal(module, "tile", [*kinds, *[I64] * 7])
         buffers = self.kernel.operands + 1
-        q, k, v, table, _, _, sinks, window, numbers, *scales, out = function.args[:buffers]
-        sizes = function.args[buffers:]
+        q, k, v, table, _, _, sinks, window, numbers, *scales, out = arguments[:buffers]
+        sizes = arguments[buffers:]
         _, columns, self.pages, heads, _, row, head, token, self.number, *rest = sizes
         self.position, self.first, self.stop = rest
         self.count = code.mul(self.number, const(self.G))
@@ -237,7 +209,7 @@ class _Tile:
                 code.call(products[1], [a, self.gathered, c, depth, shrinks])
         self._finish(code, code.at(out, where, self.query_type))
         code.ret_void()
-        return function
+        return code.function
 
     def _begin(self, code: Code, q: Any, sinks: Any) -> None:
         """Generate code that gathers the scaled queries, and starts the softmax with the sinks.
@@ -254,7 +226,6 @@ class _Tile:
         scalar = ir.VectorType(self.real, 1)
         with code.loop(const(0), const(self.rows)) as (m, _):
             code.write_vector(filled(scalar, 0.0), self.shrinks, m)
-        lowest = float(np.finfo(self.kernel.dtype).min)
         size = const(self.G * self.H)
         with code.loop(const(0), self.number) as (i, _):
             source = code.at(q, code.mul(i, self.between), self.query_type)
@@ -266,9 +237,9 @@ class _Tile:
             with code.loop(const(0), const(self.G)) as (g, _):
                 m = code.add(code.mul(i, const(self.G)), g)
                 sink = code.splat(code.read(sinks, g, self.real), 1)
-                top = code.larger(filled(scalar, lowest), sink)
+                top = code.larger(filled(scalar, self.lowest), sink)
                 code.write_vector(top, self.tops, m)
-                code.write_vector(code.exp2(code.fsub(sink, top)), self.totals, m)
+                code.write_vector(exp2(code, code.fsub(sink, top)), self.totals, m)
 
     def _gather(self, code: Code, base: Any, block: Any) -> None:
         """Generate code that gathers the keys or values of a block, zero for unseen tokens."""
@@ -283,9 +254,7 @@ class _Tile:
         after = code.sdiv(code.add(end, const(self.S - 1)), const(self.S))
         with code.loop(code.sdiv(begin, const(self.S)), after) as (column, _):
             start = code.mul(column, const(self.S))
-            page = code.zext(code.read(self.table, column, I32), I64)
-            page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
-            source = code.at(base, code.mul(page, self.stride), self.stored)
+            source = self.page(code, base, code.at(self.table, column, I32))
             low = code.larger_int(code.sub(begin, start), const(0))
             high = code.smaller_int(code.sub(end, start), const(self.S))
             target = code.mul(code.sub(start, block), const(self.H))
@@ -293,8 +262,7 @@ class _Tile:
             low, high = (code.mul(bound, const(self.H)) for bound in (low, high))
             with code.loop(low, high, self.lanes) as (index, _):
                 vector = code.read_vector(source, index, self.stored, self.lanes)
-                number = numbers(code, vector, self.real, self.kernel.is_scaled)
-                code.write_vector(number, target, index)
+                code.write_vector(self.numbers(code, vector), target, index)
 
     def _gather_scales(self, code: Code, base: Any, target: Any, block: Any) -> None:
         """Generate code that gathers the scales of a block's tokens, zero for unseen tokens."""
@@ -305,10 +273,8 @@ class _Tile:
             code.write_vector(zero, target, index)
         with code.loop(begin, end) as (position, _):
             column = code.sdiv(position, const(self.S))
-            page = code.zext(code.read(self.table, column, I32), I64)
-            page = code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
-            stride = code.sdiv(self.stride, const(self.H))
-            place = code.add(code.mul(page, stride), code.srem(position, const(self.S)))
+            before = self.scales_before(code, column)
+            place = code.add(before, code.srem(position, const(self.S)))
             scale = widened(code, code.read_vector(base, place, SCALE, 1), self.real)
             code.write_vector(scale, target, code.sub(position, block))
 
@@ -338,11 +304,8 @@ class _Tile:
         c is [ROWS, columns]. A row of b and c is `vectors` vectors of `lanes` lanes. The function
         "scores" ignores `shrinks` and the previous contents of c.
         """
-        kind = ir.FunctionType(VOID, [POINTER, POINTER, POINTER, I64, POINTER])
-        function = ir.Function(module, kind, name)
-        function.linkage = "internal"
-        code = Code(function)
-        a, b, c, depth, shrinks = function.args
+        code, arguments = internal(module, name, [POINTER, POINTER, POINTER, I64, POINTER])
+        a, b, c, depth, shrinks = arguments
         zero = filled(ir.VectorType(self.real, lanes), 0.0)
         for begin in range(0, vectors, self.most_vectors):
             pass_vectors = range(begin, min(begin + self.most_vectors, vectors))
@@ -376,7 +339,7 @@ class _Tile:
             for place, total in zip(places, inner, strict=True):
                 code.write_vector(total, c, const(place))
         code.ret_void()
-        return function
+        return code.function
 
     def _softmax(self, code: Code, block: Any) -> None:
         """Generate code that replaces the scores of a block by weights, zero for unseen tokens."""
@@ -405,7 +368,7 @@ class _Tile:
                     scale = code.read_vector(self.scales[0], const(start), self.real, self.width)
                     score = code.fmul(score, scale)
                 if self.kernel.capped:
-                    score = code.fmul(code.tanh(score), self.cap)
+                    score = code.fmul(tanh(code, score), self.cap)
                 lane = ir.Constant(numbers, list(range(start, start + self.width)))
                 seen = code.and_(
                     code.icmp_signed("<=", first, lane), code.icmp_signed(">", stop, lane)
@@ -416,14 +379,14 @@ class _Tile:
             top = code.splat(peak, self.width)
             total = zero
             for nth, score in enumerate(scores):
-                weights = code.exp2(code.fsub(score, top))
+                weights = exp2(code, code.fsub(score, top))
                 total = code.fadd(total, weights)
                 place = const(nth * self.width)
                 if self.scales:
                     scale = code.read_vector(self.scales[1], place, self.real, self.width)
                     weights = code.fmul(weights, scale)
                 code.write_vector(weights, row, place)
-            shrink = code.exp2(code.fsub(old, top))
+            shrink = exp2(code, code.fsub(old, top))
             shrink = code.extract_element(shrink, ir.Constant(I32, 0))
             code.store(peak, code.at(self.tops, m, self.real))
             code.store(shrink, code.at(self.shrinks, m, self.real))
@@ -432,19 +395,12 @@ class _Tile:
             code.store(code.fadd(before, code.lane_sum(total)), to)
 
     def _finish(self, code: Code, out: Any) -> None:
-        """Generate code that divides the sums by the total weights and writes the result.
-
-        The result is zero if the total is zero.
-        """
-        zero, unit = (ir.Constant(self.real, value) for value in (0.0, 1.0))
         with (
             code.loop(const(0), self.number) as (i, _),
             code.loop(const(0), const(self.G)) as (g, _),
         ):
             m = code.add(code.mul(i, const(self.G)), g)
-            total = code.read(self.totals, m, self.real)
-            total = code.select(code.fcmp_ordered("==", total, zero), unit, total)
-            total = code.splat(total, self.lanes)
+            total = self.divisor(code, m)
             source = code.at(self.sums, code.mul(m, const(self.H)), self.real)
             target = code.add(code.mul(i, self.between), code.mul(g, const(self.H)))
             target = code.at(out, target, self.query_type)

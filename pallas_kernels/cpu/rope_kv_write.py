@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
@@ -18,8 +17,10 @@ import jax.numpy as jnp
 from llvmlite import ir
 
 from pallas_kernels.arguments import ARRIVALS, Case
-from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
-from pallas_kernels.cpu.ir_builder import I32, I64, Code, const, float_type, stored_type
+from pallas_kernels.cpu.arithmetic import float_type, stored_type
+from pallas_kernels.cpu.ffi import NAMES, registered
+from pallas_kernels.cpu.handler import Field, part_bounds
+from pallas_kernels.cpu.ir_builder import I32, I64, Code, const
 from pallas_kernels.cpu.norm_kernel import NormKernel
 from pallas_kernels.cpu.row_sums import Vectors
 from pallas_kernels.qkv_arguments import QkvOptions
@@ -30,30 +31,16 @@ FACTOR = ir.FloatType()  # dtype of the scales of stored numbers
 
 @dataclass(frozen=True)
 class RopeKVWrite(NormKernel):
-    """Kernel for the norm and rotation of queries and keys, and the write of keys and values.
+    """Kernel for the norm and rotation of queries and keys, and the write of keys and values."""
 
-    Attributes:
-        dtype: "float64", "float32" or "bfloat16". The computation is in float32 or wider.
-        options: of the norms.
-        page_dtype: dtype of the pages: `dtype`, or "bfloat16" or "float32" for the other of the
-            two.
-        qkv_dtype: dtype of qkv: `dtype`, or a wider one that is rounded first.
-        rotates: whether there are cosines and sines.
-        interleaved: whether pairs are neighbours.
-        norms: whether queries and keys are normalized.
-        own_scales: whether each head has its own norm scales.
-        given_means: whether the mean squares over all heads of a token are an operand.
-        divides: whether stored numbers are divided by a scale per kv head.
-    """
-
-    page_dtype: str
-    qkv_dtype: str
-    rotates: bool
-    interleaved: bool
-    norms: bool
-    own_scales: bool
-    given_means: bool
-    divides: bool
+    page_dtype: str  # of the pages: `dtype`, or "bfloat16" or "float32" for the other of the two
+    qkv_dtype: str  # of qkv: `dtype`, or a wider one that is rounded first
+    rotates: bool  # whether there are cosines and sines
+    interleaved: bool  # whether pairs are neighbours
+    norms: bool  # whether queries and keys are normalized
+    own_scales: bool  # whether each head has its own norm scales
+    given_means: bool  # whether the mean squares over all heads of a token are an operand
+    divides: bool  # whether stored numbers are divided by a scale per kv head
 
     @property
     def name(self) -> str:
@@ -72,7 +59,6 @@ class RopeKVWrite(NormKernel):
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments of the code: sizes of qkv, pages and cosines, then operands and results."""
         pages = Field(K_PAGES, 0), Field(K_PAGES, 2)
         pairs = [Field(COS, 1)] if self.rotates else []
         buffers = map(Field, range(self.operands + 3))
@@ -85,9 +71,7 @@ class RopeKVWrite(NormKernel):
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Generate code that prepares the queries, keys and values of part `index` of the tokens.
 
-        It normalizes and rotates queries and keys if the kernel does so, and writes the queries to
-        their result, and keys and values to the pages. Keys and values of a token whose slot is
-        outside the pages are not written.
+        Keys and values of a token whose slot is outside the pages are not written.
         """
         tokens, kv_heads, heads, width, num_pages, page_size, *rest = fields
         pairs = rest.pop(0) if self.rotates else None
@@ -188,10 +172,7 @@ class RopeKVWrite(NormKernel):
     def _writer(
         self, code: Code, address: Any, dtype: str | None = None, divisor: Any = None
     ) -> Any:
-        """Return a function that generates code to write numbers from an index on.
-
-        The numbers are divided by `divisor`, a float32, if there is one.
-        """
+        # `divisor` is a float32. The returned function generates code that writes numbers.
 
         def write(number: Any, index: Any) -> None:
             if dtype not in (None, self.dtype) or divisor is not None:
@@ -206,11 +187,6 @@ class RopeKVWrite(NormKernel):
         return write
 
 
-@cache
-def _for_this_host(*form: Any) -> RopeKVWrite:
-    return RopeKVWrite(*form)
-
-
 def rope_kv_write(
     qkv: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array] | None,
@@ -220,10 +196,7 @@ def rope_kv_write(
     options: QkvOptions,
     case: Case,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Normalize and rotate queries and keys, and store keys and values, on CPU.
-
-    Returns the queries, the new pages and zeroed counters.
-    """
+    """Compute ``rope_kv_write`` on CPU: the queries, the new pages and zeroed counters."""
     tokens, dtype = len(slot_mapping), case.query_dtype
     if qkv.ndim == 5:
         qkv = (qkv[0] if len(qkv) == 1 else qkv.sum(axis=0))[:tokens]
@@ -236,31 +209,24 @@ def rope_kv_write(
         heads, count, width = qkv.shape[1:]
         norms[0] = jnp.broadcast_to(norms[0], (heads, count - 2, width))
         norms[1], own_scales = jnp.broadcast_to(norms[1], (heads, width)), True
-    kernel = _for_this_host(
-        dtype.name,
-        options.norm,
-        case.page_dtype.name,
-        qkv.dtype.name,
-        cos_sin is not None,
-        options.interleaved,
-        bool(norms),
-        own_scales,
-        bool(means),
-        bool(scales),
+    kernel = RopeKVWrite(
+        dtype=dtype.name,
+        options=options.norm,
+        page_dtype=case.page_dtype.name,
+        qkv_dtype=qkv.dtype.name,
+        rotates=cos_sin is not None,
+        interleaved=options.interleaved,
+        norms=bool(norms),
+        own_scales=own_scales,
+        given_means=bool(means),
+        divides=bool(scales),
     )
     operands = [qkv, k_pages, v_pages, slot_mapping, *(cos_sin or ()), *norms, *means, *scales]
-    query, keys, values = run(kernel, *operands)
-    query = query.reshape(tokens, -1, query.shape[-1])
-    return query, keys, values, jnp.zeros(ARRIVALS, jnp.int32)
-
-
-def run(kernel: RopeKVWrite, *operands: jax.Array) -> Sequence[jax.Array]:
-    """Compute `rope_kv_write` with `kernel`: queries [T,K,G,H], and the new pages of K and V."""
-    qkv, *pages = operands[:3]
-    tokens, heads, count, width = qkv.shape
-    query = jax.ShapeDtypeStruct((tokens, heads, count - 2, width), jnp.dtype(kernel.dtype))
-    return jax.ffi.ffi_call(
+    _, heads, count, width = qkv.shape
+    pages = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (k_pages, v_pages))
+    query, keys, values = jax.ffi.ffi_call(
         registered(kernel),
-        [query, *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in pages)],
+        [jax.ShapeDtypeStruct((tokens, heads, count - 2, width), dtype), *pages],
         input_output_aliases={K_PAGES: 1, V_PAGES: 2},
     )(*operands)
+    return query.reshape(tokens, -1, width), keys, values, jnp.zeros(ARRIVALS, jnp.int32)

@@ -14,25 +14,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.ffi import NAMES, Field, part_bounds, registered
-from pallas_kernels.cpu.ir_builder import (
-    LOG2_E,
-    Code,
-    Host,
-    const,
-    filled,
-    float_type,
-    host,
-    stored_type,
-    widened,
-)
+from pallas_kernels.cpu.arithmetic import LOG2_E, exp2, float_type, stored_type, widened
+from pallas_kernels.cpu.ffi import NAMES, Host, host, registered
+from pallas_kernels.cpu.handler import Field, part_bounds
+from pallas_kernels.cpu.ir_builder import Code, const, filled
 
 Summed = Literal["numbers", "squares", "exps"]
 Shared = Literal["softmax", "sigmoid"]
@@ -47,15 +38,10 @@ WORK_OF_A_PART = 1 << 16  # numbers
 
 @dataclass(frozen=True)
 class RowKernel:
-    """Base of the kernels over rows, which compute every row alone.
+    """Base of the kernels over rows, which compute every row alone."""
 
-    Attributes:
-        dtype: dtype of the numbers.
-        cpu: the CPU that code is generated for.
-    """
-
-    dtype: str
-    cpu: Host = field(default_factory=host, kw_only=True)
+    dtype: str  # dtype of the numbers
+    cpu: Host = field(default_factory=host, kw_only=True)  # the CPU that code is generated for
 
     @property
     def sums(self) -> np.dtype:
@@ -63,9 +49,7 @@ class RowKernel:
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
     def parts_of(self, code: Code, rows: Any, size: Any) -> Any:
-        """Generate code that computes the number of parts: at most MOST_PARTS, and at most the
-        rows.
-        """
+        """Generate code that computes the number of parts, at most MOST_PARTS and the rows."""
         parts = code.sdiv(code.mul(rows, size), const(WORK_OF_A_PART))
         parts = code.smaller_int(code.smaller_int(parts, const(MOST_PARTS)), rows)
         return code.larger_int(parts, const(1))
@@ -149,7 +133,6 @@ class OneOperandKernel(RowKernel, ABC):
 
     @property
     def fields(self) -> Sequence[Field]:
-        """Arguments of the code: x, results, rows, numbers per row."""
         return Field(0), Field(1), Field(0, 0), Field(0, 1)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
@@ -168,11 +151,7 @@ class OneOperandKernel(RowKernel, ABC):
         """Generate code that writes the result of one row to its place in the results."""
 
     def exps(self, code: Code, x: Any, size: Any) -> tuple[Any, Any]:
-        """Generate code that reads a row of `size` numbers at `x`.
-
-        Returns:
-            Two IR values: the maximum of the row, and the sum of exp(number - maximum).
-        """
+        """Generate code that computes the maximum of a row and the sum of exp(number - maximum)."""
         numbers = self.read(code, x)
         top = self.folded(code, numbers, size, -math.inf, code.larger, code.larger)
 
@@ -184,19 +163,17 @@ class OneOperandKernel(RowKernel, ABC):
 
 def _exp(code: Code, x: Any, top: Any) -> Any:
     distance = code.fsub(x, code.splat(top, x.type.count))
-    return code.exp2(code.fmul(distance, filled(x.type, LOG2_E)))
+    return exp2(code, code.fmul(distance, filled(x.type, LOG2_E)))
 
 
 @dataclass(frozen=True)
 class RowSums(OneOperandKernel):
-    """Kernel for sums of rows.
+    """Kernel for sums of rows of "float64", "float32", "bfloat16" or "float16".
 
-    Attributes:
-        dtype: "float64", "float32", "bfloat16" or "float16". Sums of 16-bit numbers are float32.
-        term: the summand: "numbers", "squares", or "exps" (of the distances to the maximum).
+    Sums of 16-bit numbers are float32.
     """
 
-    term: Summed = "numbers"
+    term: Summed = "numbers"  # the summand. "exps" are of the distances to the maximum.
 
     @property
     def name(self) -> str:
@@ -215,12 +192,7 @@ class RowSums(OneOperandKernel):
 
 @dataclass(frozen=True)
 class RowShares(OneOperandKernel):
-    """Kernel for the softmax of rows, or for the sigmoid of every number.
-
-    Attributes:
-        dtype: "float64" or "float32".
-        shared: "softmax" or "sigmoid".
-    """
+    """Kernel for the softmax of rows, or the sigmoid of every number, "float64" or "float32"."""
 
     shared: Shared = "softmax"
 
@@ -229,7 +201,6 @@ class RowShares(OneOperandKernel):
         return f"{NAMES}shares_{self.dtype}_{self.shared}_{self.cpu.vector_bytes}"
 
     def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
-        """Generate code that writes the softmax of a row, or the sigmoids of its numbers."""
         y = code.at(results, code.mul(row, size), float_type(self.sums))
         top, total = self.exps(code, x, size) if self.shared == "softmax" else (None, None)
 
@@ -245,41 +216,20 @@ class RowShares(OneOperandKernel):
         exponent = code.fmul(x, filled(x.type, -LOG2_E))
         exponent = code.smaller(exponent, filled(x.type, MOST_EXPONENT))
         unit = filled(x.type, 1.0)
-        return code.fdiv(unit, code.fadd(unit, code.exp2(exponent)))
-
-
-@cache
-def _for_this_host(dtype: str, term: Summed) -> RowSums:
-    return RowSums(dtype, term)  # cached, because reading the features of the host takes a while
-
-
-@cache
-def _shares_for_this_host(dtype: str, shared: Shared) -> RowShares:
-    return RowShares(dtype, shared)
+        return code.fdiv(unit, code.fadd(unit, exp2(code, exponent)))
 
 
 def row_sums(x: jax.Array, term: Summed = "numbers") -> jax.Array:
     """Sum each row on CPU: [...]. Implementation of ``pallas_kernels.row_sums``."""
-    return run(_for_this_host(np.dtype(x.dtype).name, term), x)
-
-
-def run(kernel: RowSums, x: jax.Array) -> jax.Array:
-    """Compute `row_sums` with `kernel`: [...]."""
+    kernel = RowSums(np.dtype(x.dtype).name, term)
     rows = x.reshape(-1, x.shape[-1])
     shape = jax.ShapeDtypeStruct(rows.shape[:1], kernel.sums)
     return jax.ffi.ffi_call(registered(kernel), shape)(rows).reshape(x.shape[:-1])
 
 
 def row_shares(x: jax.Array, shared: Shared) -> jax.Array:
-    """Compute softmax or sigmoid on CPU: [..., D]."""
-    return run_shares(_shares_for_this_host(np.dtype(x.dtype).name, shared), x)
-
-
-def run_shares(kernel: RowShares, x: jax.Array) -> jax.Array:
-    """Run the compiled CPU kernel of softmax or sigmoid on x [..., D].
-
-    The result has the shape and dtype of x.
-    """
+    """Compute softmax or sigmoid on CPU. The result has the shape [..., D] and dtype of x."""
+    kernel = RowShares(np.dtype(x.dtype).name, shared)
     rows = x.reshape(-1, x.shape[-1])
     shape = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
     return jax.ffi.ffi_call(registered(kernel), shape)(rows).reshape(x.shape)

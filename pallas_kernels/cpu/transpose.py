@@ -19,20 +19,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.ir_builder import (
-    I16,
-    I32,
-    I64,
-    POINTER,
-    Code,
-    Host,
-    compiled,
-    const,
-    filled,
-    host,
-    suffix,
-    widened,
-)
+from pallas_kernels.cpu.arithmetic import widened
+from pallas_kernels.cpu.ffi import Host, compiled, host
+from pallas_kernels.cpu.ir_builder import I16, I32, I64, POINTER, Code, const, filled, suffix
 from pallas_kernels.cpu.panels import PANEL, in_pairs, in_panels, panel_shape
 
 ALIGNMENT = 64  # of panels, in bytes
@@ -42,19 +31,12 @@ _COMPILATION = Lock()
 
 @dataclass(frozen=True)
 class Transposition:
-    """Kernel that transposes words.
+    """Kernel that transposes words."""
 
-    Attributes:
-        word: bytes of a word.
-        number: bytes of a number. A word is one number or several.
-        widens: whether rows hold bfloat16, which is converted to float32.
-        cpu: the CPU that code is generated for.
-    """
-
-    word: int
-    number: int
-    widens: bool = False
-    cpu: Host = field(default_factory=host)
+    word: int  # bytes of a word
+    number: int  # bytes of a number. A word is one number or several.
+    widens: bool = False  # whether rows hold bfloat16, which is converted to float32
+    cpu: Host = field(default_factory=host)  # the CPU that code is generated for
 
     @property
     def lanes(self) -> int:
@@ -63,20 +45,18 @@ class Transposition:
 
 
 def rows_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> bool:
-    """Copy rows of a weight to panels. Return whether all numbers are finite.
+    """Copy rows of a weight of a dtype to panels. Return whether all numbers are finite.
 
     Args:
         rows: [R, I] floats of `dtype`, or bfloat16 if `dtype` is float32.
         panels: contiguous array of the shape and dtype of `panel_shape`, at a multiple of ALIGNMENT
-            bytes. It is filled with the rows. If R is not a multiple of PANEL, zeros fill the last
-            panel.
-        dtype: dtype of the weight.
+            bytes. If R is not a multiple of PANEL, zeros fill the last panel.
 
     Raises:
         ValueError: rows or panels are not contiguous, or panels are not aligned.
     """
     words = panels.shape[1]
-    kernel = _for_this_host(panels.dtype.itemsize, dtype.itemsize, rows.dtype != dtype)
+    kernel = Transposition(panels.dtype.itemsize, dtype.itemsize, rows.dtype != dtype)
     whole = len(rows) // PANEL
     if words < kernel.lanes or rows.shape[1] * dtype.itemsize != words * panels.dtype.itemsize:
         whole = 0
@@ -90,21 +70,13 @@ def rows_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> boo
 
 @dataclass(frozen=True)
 class InputCut:
-    """Kernel that cuts rows of inputs, [I, M, turns]. Output m of turn t is output t * M + m.
+    """Kernel that cuts rows of inputs, [I, M, turns]. Output m of turn t is output t * M + m."""
 
-    Attributes:
-        number: bytes of a number in panels.
-        turns: number of weights whose outputs alternate.
-        pairs: whether a word holds two inputs.
-        widens: whether rows hold bfloat16, which is converted to float32.
-        cpu: the CPU that code is generated for.
-    """
-
-    number: int
-    turns: int
-    pairs: bool = False
-    widens: bool = False
-    cpu: Host = field(default_factory=host)
+    number: int  # bytes of a number in panels
+    turns: int  # number of weights whose outputs alternate
+    pairs: bool = False  # whether a word holds two inputs
+    widens: bool = False  # whether rows hold bfloat16, which is converted to float32
+    cpu: Host = field(default_factory=host)  # the CPU that code is generated for
 
     @property
     def word(self) -> int:
@@ -123,8 +95,7 @@ def inputs_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> b
     Args:
         rows: [I, M, turns] floats of `dtype`, or bfloat16 if `dtype` is float32, contiguous. [i, m,
             t] is the weight of input i and output t * M + m.
-        panels: filled with the weight, as in `rows_in_panels`.
-        dtype: dtype of the weight.
+        panels: as in `rows_in_panels`.
 
     Raises:
         ValueError: panels have a wrong shape, rows or panels are not contiguous, or panels are not
@@ -140,7 +111,7 @@ def inputs_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> b
         in_panels(flat, panels)
         most = _largest_bits(flat)
     else:
-        kernel = _cut_for_this_host(dtype.itemsize, turns, pairs, rows.dtype != dtype)
+        kernel = InputCut(dtype.itemsize, turns, pairs, rows.dtype != dtype)
         most = run(kernel, rows, panels)
     return most < int(np.array(np.inf, dtype).view(f"u{dtype.itemsize}"))
 
@@ -149,18 +120,6 @@ def _largest_bits(values: np.ndarray) -> int:
     number = np.dtype(f"u{values.dtype.itemsize}")
     sign = number.type(1 << (8 * number.itemsize - 1))
     return int((values.view(number) & ~sign).max(initial=0))
-
-
-@cache
-def _cut_for_this_host(number: int, turns: int, pairs: bool, widens: bool) -> InputCut:
-    return InputCut(number, turns, pairs, widens)
-
-
-@cache
-def _for_this_host(word: int, number: int, widens: bool) -> Transposition:
-    return Transposition(
-        word, number, widens
-    )  # cached, because reading the features of the host takes a while
 
 
 def run(kernel: Transposition | InputCut, rows: np.ndarray, panels: np.ndarray) -> int:
@@ -179,30 +138,41 @@ def run(kernel: Transposition | InputCut, rows: np.ndarray, panels: np.ndarray) 
 
 
 @cache
-def _function(
-    kernel: Transposition | InputCut,
-) -> tuple[Any, Callable[[int, int, int, int], int]]:
-    module = cut_module(kernel) if isinstance(kernel, InputCut) else module_of(kernel)
-    engine = compiled(module, kernel.cpu)
+def _function(kernel: Transposition | InputCut) -> tuple[Any, Callable[[int, int, int, int], int]]:
+    engine = compiled(module_of(kernel), kernel.cpu)
     kind = ctypes.CFUNCTYPE(ctypes.c_uint64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)
     address: Any = engine.get_function_address("transpose")
     return engine, kind(address)
 
 
-def module_of(kernel: Transposition) -> ir.Module:
-    """Return a module with transpose(rows, panels, words of a row, number of panels)."""
-    module = ir.Module("transpose")
+def module_of(kernel: Transposition | InputCut) -> ir.Module:
+    """Return a module with transpose(rows, panels, words of an output, number of panels).
+
+    It returns the largest bits of a number without its sign, a u64.
+    """
+    cuts = isinstance(kernel, InputCut)
+    module = ir.Module("cut" if cuts else "transpose")
     kind = ir.FunctionType(I64, [POINTER, POINTER, I64, I64])
     function: Any = ir.Function(module, kind, "transpose")
     code = Code(function)
-    rows, panels, words, count = function.args
-    lanes, number = kernel.lanes, ir.IntType(8 * kernel.number)
-    element = ir.IntType(8 * kernel.word)
+    number = ir.IntType(8 * kernel.number)
+    numbers = ir.VectorType(number, kernel.lanes * kernel.word // kernel.number)
+    if cuts:
+        most = _cut(kernel, code, function.args, filled(numbers, 0))
+    else:
+        most = _transpose(kernel, code, function.args, filled(numbers, 0))
+    code.fence("seq_cst")  # writes past the caches arrive in any order
+    largest = code.intrinsic(f"llvm.vector.reduce.umax.{suffix(numbers)}", number, [most])
+    code.ret(largest if kernel.number == 8 else code.zext(largest, I64))
+    return module
+
+
+def _transpose(kernel: Transposition, code: Code, arguments: Sequence[Any], zeros: Any) -> Any:
+    rows, panels, words, count = arguments
+    lanes, element = kernel.lanes, ir.IntType(8 * kernel.word)
     stored = I16 if kernel.widens else element
-    numbers = ir.VectorType(number, lanes * kernel.word // kernel.number)
-    unsigned = filled(numbers, (1 << (8 * kernel.number - 1)) - 1)
     size, end = code.mul(words, const(PANEL)), code.sub(words, const(lanes))
-    with code.loop(const(0), count, carry=[filled(numbers, 0)]) as (panel, most):
+    with code.loop(const(0), count, carry=[zeros]) as (panel, most):
         first = code.mul(panel, size)
         source, target = code.at(rows, first, stored), code.at(panels, first, element)
         with code.loop(const(0), words, lanes, carry=most) as (index, maxima):
@@ -213,35 +183,22 @@ def module_of(kernel: Transposition) -> ir.Module:
                 if kernel.widens:
                     square = [_words(code, vector, element) for vector in square]
                 for vector in square:
-                    bits = code.and_(code.bitcast(vector, numbers), unsigned)
-                    maxima[0] = _larger(code, maxima[0], bits)
+                    maxima[0] = _larger_bits(code, maxima[0], vector)
                 for lane, vector in enumerate(_transposed(code, square)):
-                    place = code.add(
-                        code.mul(code.add(start, const(lane)), const(PANEL)), const(row)
-                    )
+                    place = code.mul(code.add(start, const(lane)), const(PANEL))
+                    place = code.add(place, const(row))
                     _write_past_caches(code, vector, code.at(target, place, element))
         most[0] = maxima[0]
-    code.fence("seq_cst")  # writes past the caches arrive in any order
-    largest = code.intrinsic(f"llvm.vector.reduce.umax.{suffix(numbers)}", number, most)
-    code.ret(largest if kernel.number == 8 else code.zext(largest, I64))
-    return module
+    return most[0]
 
 
-def cut_module(kernel: InputCut) -> ir.Module:
-    """Return a module with transpose(rows, panels, words of an output, number of panels)."""
-    module = ir.Module("cut")
-    kind = ir.FunctionType(I64, [POINTER, POINTER, I64, I64])
-    function: Any = ir.Function(module, kind, "transpose")
-    code = Code(function)
-    rows, panels, words, count = function.args
-    lanes, turns, number = kernel.lanes, kernel.turns, ir.IntType(8 * kernel.number)
-    element = ir.IntType(8 * kernel.word)
-    stored = I16 if kernel.widens else number
-    numbers = ir.VectorType(number, lanes * kernel.word // kernel.number)
-    unsigned = filled(numbers, (1 << (8 * kernel.number - 1)) - 1)
+def _cut(kernel: InputCut, code: Code, arguments: Sequence[Any], zeros: Any) -> Any:
+    rows, panels, words, count = arguments
+    lanes, turns, element = kernel.lanes, kernel.turns, ir.IntType(8 * kernel.word)
+    stored = I16 if kernel.widens else ir.IntType(8 * kernel.number)
     columns = code.sdiv(count, const(turns))  # panels of a turn
     inputs = range(1 + kernel.pairs)  # of a word
-    with code.loop(const(0), words, carry=[filled(numbers, 0)]) as (line, most):
+    with code.loop(const(0), words, carry=[zeros]) as (line, most):
         first = code.mul(line, const(len(inputs)))
         with code.loop(const(0), columns, carry=most) as (column, maxima):
             for start in range(0, PANEL, lanes):
@@ -257,17 +214,13 @@ def cut_module(kernel: InputCut) -> ir.Module:
                     vector = _words(code, halves[0], element) if kernel.widens else halves[0]
                     if kernel.pairs:
                         vector = _paired(code, halves, element)
-                    bits = code.and_(code.bitcast(vector, numbers), unsigned)
-                    maxima[0] = _larger(code, maxima[0], bits)
+                    maxima[0] = _larger_bits(code, maxima[0], vector)
                     panel = code.add(code.mul(columns, const(turn)), column)
                     place = code.mul(code.add(code.mul(panel, words), line), const(PANEL))
                     place = code.add(place, const(start))
                     _write_past_caches(code, vector, code.at(panels, place, element))
         most[0] = maxima[0]
-    code.fence("seq_cst")
-    largest = code.intrinsic(f"llvm.vector.reduce.umax.{suffix(numbers)}", number, most)
-    code.ret(largest if kernel.number == 8 else code.zext(largest, I64))
-    return module
+    return most[0]
 
 
 def _paired(code: Code, halves: Sequence[Any], element: ir.Type) -> Any:
@@ -283,8 +236,11 @@ def _words(code: Code, vector: Any, element: ir.Type) -> Any:
     )
 
 
-def _larger(code: Code, a: Any, b: Any) -> Any:
-    return code.intrinsic(f"llvm.umax.{suffix(a.type)}", a.type, [a, b])
+def _larger_bits(code: Code, most: Any, vector: Any) -> Any:
+    kind = most.type
+    unsigned = filled(kind, (1 << (kind.element.width - 1)) - 1)
+    bits = code.and_(code.bitcast(vector, kind), unsigned)
+    return code.intrinsic(f"llvm.umax.{suffix(kind)}", kind, [most, bits])
 
 
 def _write_past_caches(code: Code, vector: Any, address: Any) -> None:

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.norm_arguments import NO_NORM, NormOptions
+from pallas_kernels.row_arguments import NO_NORM, NormOptions
 
 THREADS = 128
 MOST_LOADS = 128
@@ -33,19 +33,12 @@ MOST_LOADS = 128
 
 @dataclasses.dataclass(frozen=True)
 class _SumShape:
-    """Static properties of the kernel.
+    """Static properties of the kernel."""
 
-    Attributes:
-        devices: number of devices.
-        names: names of the operands and outputs, in order.
-        options: of the norms.
-        dtype: dtype of the residual stream, or of the sum if there is no residual stream.
-    """
-
-    devices: int
-    names: tuple[str, ...]
-    options: NormOptions
-    dtype: Any
+    devices: int  # number of devices
+    names: tuple[str, ...]  # names of the operands and outputs, in order
+    options: NormOptions  # of the norms
+    dtype: Any  # dtype of the residual stream, or of the sum if there is no residual stream
 
 
 def round_width(width: int, devices: int) -> int:
@@ -80,9 +73,7 @@ def _kernel(shape: _SumShape, *arrays: Any) -> None:
         return x.astype(shape.dtype).astype(jnp.float32)
 
     def each_round(compute: Callable[[Any], jax.Array], output: str) -> jax.Array:
-        """Store the result of `compute` for each part of the row. Return the sum of squares per
-        thread.
-        """
+        # Stores the result of `compute` for each part of the row. The sum of squares is per thread.
 
         def take_round(number: Any, squares: jax.Array) -> jax.Array:
             columns = pl.ds(number * size, size)
@@ -143,8 +134,7 @@ def sum_over_devices(
     delta_scale: jax.Array | None = None,
     options: NormOptions = NO_NORM,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum over devices on Hopper, and with x also compute ``add_norm``. Return the sum and its
-    norm.
+    """Sum over devices on Hopper, and with x compute ``add_norm``. Return the sum and its norm.
 
     Kernel of ``pallas_kernels.sum_over_devices`` and, with x, of ``add_norm_over_devices``.
 

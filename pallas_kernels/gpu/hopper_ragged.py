@@ -48,26 +48,16 @@ program, 504 per thread column for three of them. A request for more would wait 
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """Static properties of the kernel.
+    """Static properties of the kernel."""
 
-    Attributes:
-        case: shapes and dtypes of the call.
-        config: block sizes.
-        factor: multiplies the scores. It includes log2(e) if the scores are not capped.
-        window, soft_cap: as in ``AttentionOptions``.
-        scaled: whether keys have scales, which multiply ``factor``.
-        with_lse: whether the kernel also returns the log-sum-exp of each query row.
-        simulate: whether to use only operations that the interpreter supports.
-    """
-
-    case: Case
-    config: MosaicConfig
-    factor: float
-    window: int | None
+    case: Case  # shapes and dtypes of the call
+    config: MosaicConfig  # block sizes
+    factor: float  # multiplies the scores. It includes log2(e) if the scores are not capped.
+    window: int | None  # as in ``AttentionOptions``
     soft_cap: float | None
-    scaled: bool
-    with_lse: bool
-    simulate: bool
+    scaled: bool  # whether keys have scales, which multiply ``factor``
+    with_lse: bool  # whether the kernel also returns the log-sum-exp of each query row
+    simulate: bool  # whether to use only operations that the interpreter supports
 
     @property
     def block(self) -> int:
@@ -95,26 +85,17 @@ class _Static:
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """Order in which a tile visits its blocks of keys. The fields are traced int32 scalars.
+    """Order in which a tile visits its blocks of keys. The fields are traced int32 scalars."""
 
-    Attributes:
-        first_position: position of the first query of the tile.
-        begin, end: the positions [begin, end) that at least one query sees.
-        kv_len: positions of the row.
-        first_block: the first block that any query sees.
-        full_first, full_count: first block that every query sees completely, and the number of such
-            blocks.
-        count: number of blocks to visit.
-    """
-
-    first_position: jax.Array
-    begin: jax.Array
+    first_position: jax.Array  # position of the first query of the tile
+    begin: jax.Array  # the positions [begin, end) that at least one query sees
     end: jax.Array
-    kv_len: jax.Array
-    first_block: jax.Array
+    kv_len: jax.Array  # positions of the row
+    first_block: jax.Array  # the first block that any query sees
+    # first block that every query sees completely, and the number of such blocks
     full_first: jax.Array
     full_count: jax.Array
-    count: jax.Array
+    count: jax.Array  # number of blocks to visit
 
     def block(self, i: jax.Array) -> jax.Array:
         """Return the i-th block to visit: first full blocks, then the blocks before and after."""
@@ -207,12 +188,7 @@ def _produce(
 
 
 def _zero_unwritten(
-    shape: _Static,
-    walk: _Walk,
-    position: jax.Array,
-    values: Any,
-    fixed: Any,
-    warpgroup: jax.Array,
+    shape: _Static, walk: _Walk, position: jax.Array, values: Any, fixed: Any, warpgroup: jax.Array
 ) -> None:
     """Set the values of a block to zero at positions outside [walk.begin, walk.kv_len).
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.gpu.triton_tile import power_of_two
-from pallas_kernels.norm_arguments import NormOptions
+from pallas_kernels.row_arguments import NormOptions
 
 
 def _norm_kernel(*arrays: Any, names: tuple[str, ...], options: NormOptions) -> None:

@@ -59,7 +59,7 @@ from pallas_kernels.gpu.triton_tile import (
     store_rows,
     tile_bounds,
 )
-from pallas_kernels.gpu.tuning import DecodeConfig, lookup
+from pallas_kernels.gpu.tuning import DecodeConfig, fit_block, lookup
 
 MIN_DOT_ROWS = 16
 """Rows of the smallest tensor core product."""
@@ -67,45 +67,17 @@ MIN_DOT_ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class KvSplit:
-    """Static properties of a call with split KV.
+    """Static properties of a call with split KV."""
 
-    Attributes:
-        spec: sizes and options of a tile.
-        case: shapes and dtypes of the call.
-        plan: division of the KV.
-        config: block sizes.
-        interpret: whether plain JAX runs the programs, one after the other.
-    """
-
-    spec: TileSpec
-    case: Case
-    plan: SplitPlan
-    config: DecodeConfig
-    interpret: bool
-
-    @classmethod
-    def of(
-        cls,
-        case: Case,
-        config: DecodeConfig,
-        options: AttentionOptions,
-        plan: SplitPlan,
-        tile_rows: int,
-        interpret: bool,
-    ) -> KvSplit:
-        """Return the split of a call.
-
-        A tile has `tile_rows` rows in the products, at least its queries times the group.
-        """
-        spec = TileSpec.of(case, tile_rows, config.block_tokens, options)
-        return cls(spec, case, plan, config, interpret)
+    spec: TileSpec  # sizes and options of a tile
+    case: Case  # shapes and dtypes of the call
+    plan: SplitPlan  # division of the KV
+    config: DecodeConfig  # block sizes
+    interpret: bool  # whether plain JAX runs the programs, one after the other
 
 
 def _split_kernel(*arrays: Any, names: tuple[str, ...], split: KvSplit) -> None:
-    """Compute one program's share of the blocks of one kv head.
-
-    `arrays` are the operands and outputs named by `names`, in that order.
-    """
+    # Computes one program's share of the blocks of one kv head.
     refs = dict(zip(names, arrays, strict=True))
     program, kv_head, lines = pl.program_id(0), pl.program_id(1), refs["lines"]
     begin, end = lines[program, SHARE], lines[program + 1, SHARE]
@@ -131,12 +103,9 @@ def _run_piece(
     kv_head: jax.Array,
     split: KvSplit,
 ) -> None:
-    """Compute blocks ``begin`` to ``end`` of a tile. The last piece to finish merges the tile.
-
-    The pieces of a tile belong to consecutive programs. The first piece can be the last turn of its
-    program, so each program has two places for partial results. The other pieces are the first
-    turns of their programs.
-    """
+    """Compute blocks ``begin`` to ``end`` of a tile. The last piece to finish merges the tile."""
+    # The pieces of a tile belong to consecutive programs. The first piece can be the last turn of
+    # its program, so each program has two places for partial results.
     spec, plan, lines = split.spec, split.plan, refs["lines"]
     row, token, size = (lines[tile, column] for column in (ROW, TOKEN, SIZE))
     position, block, start, count = (lines[tile, c] for c in (POSITION, BLOCK, START, COUNT))
@@ -190,7 +159,6 @@ def _store_partial(
     softmax: Softmax,
     spec: TileSpec,
 ) -> None:
-    """Store the partial result of a piece at (place of the piece, kv head)."""
     acc, *statistics = softmax
     index = jnp.arange(spec.tile_rows)
     first = tuple(spread(number, index.shape) for number in place)
@@ -213,22 +181,13 @@ def _merged(
     kv_head: jax.Array,
     split: KvSplit,
 ) -> Softmax:
-    """Combine the partial results of the pieces of a tile, in the order of their blocks.
-
-    Args:
-        first: the program of the first piece.
-        count: number of pieces.
-
-    Returns:
-        The unnormalized attention of the tile: acc parts [rows, part], maxima and sums [rows].
-    """
+    """Combine the results of `count` pieces of a tile in order, the first from program `first`."""
     columns = head_parts(split.spec.head_dim)
     rows = power_of_two(split.case.group * split.plan.queries)
     at_once = max(1, split.config.merge_numbers // (rows * columns[0][1]))
     row = jnp.arange(rows)
 
     def load(name: str, piece: jax.Array, last: tuple[Any, ...], other: float) -> jax.Array:
-        """Load numbers of pieces and rows of this kv head, in the shape of ``piece``."""
         place = 2 * (first + piece) + (piece == 0).astype(jnp.int32)
         index = (place, spread(kv_head, piece.shape), *last)
         row_of = last[-1] if name == "stats" else last[0]
@@ -237,7 +196,6 @@ def _merged(
         return plt.load(refs[name].at[index], mask=mask, other=other)
 
     def step(i: jax.Array, carry: Softmax) -> Softmax:
-        """Add ``at_once`` pieces to the carry."""
         acc, top, total = carry
         piece = i * at_once + jnp.arange(at_once)
         shape = (at_once, rows)
@@ -273,7 +231,6 @@ def _store_result(
     softmax: Softmax,
     split: KvSplit,
 ) -> None:
-    """Divide by the sum of the softmax, and write the rows of a tile to their tokens and heads."""
     local, head, valid = _queries_of(softmax[-1].shape[0], kv_head, split.case.group, size)
     acc = normalized(refs, softmax, kv_head, head, valid)
     store_rows(refs["out"], token + local, head, valid, acc, split.spec)
@@ -337,16 +294,5 @@ def paged_decode_attention(
     config = config or lookup(DecodeConfig, case)
     config = dataclasses.replace(config, block_tokens=fit_block(config.block_tokens, case))
     plan = SplitPlan.of(case, config, options.window)
-    split = KvSplit.of(case, config, options, plan, MIN_DOT_ROWS, interpret)
-    return split_and_merge(arrays, options, split)
-
-
-def fit_block(block_tokens: int, case: Case) -> int:
-    """Halve a block size while it exceeds the longest KV of a row, but not below 16.
-
-    16 rows are the smallest product of tensor cores.
-    """
-    longest = case.M * case.S
-    while block_tokens > 16 and block_tokens // 2 >= longest:
-        block_tokens //= 2
-    return block_tokens
+    spec = TileSpec.of(case, MIN_DOT_ROWS, config.block_tokens, options)
+    return split_and_merge(arrays, options, KvSplit(spec, case, plan, config, interpret))

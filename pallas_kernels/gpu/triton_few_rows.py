@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.gpu.triton_tile import spread
 from pallas_kernels.gpu.tuning import ProductConfig, product_config
-from pallas_kernels.product_arguments import Activation, ProductCase
+from pallas_kernels.row_arguments import Activation, ProductCase
 
 
 def _kernel(

@@ -31,7 +31,6 @@ def _first_greatest(values: jax.Array, index: jax.Array) -> tuple[jax.Array, jax
 
 
 def _piece_kernel(x_ref: Any, value_ref: Any, index_ref: Any) -> None:
-    """Reduce a piece of a row to its maximum and the index of it."""
     piece, row = pl.program_id(0), pl.program_id(1)
     column = piece * PIECE + jnp.arange(PIECE)
     exists = column < x_ref.shape[1]

@@ -44,13 +44,7 @@ def tile_plan(group_sizes: jax.Array, rows: int, tile: int) -> jax.Array:
 
 
 def _kernel(
-    x_ref: Any,
-    w_ref: Any,
-    plan_ref: Any,
-    out_ref: Any,
-    *,
-    case: GroupedCase,
-    config: GroupedConfig,
+    x_ref: Any, w_ref: Any, plan_ref: Any, out_ref: Any, *, case: GroupedCase, config: GroupedConfig
 ) -> None:
     """Multiply one tile of rows by one block of columns and write the product to out [A,F]."""
     rows, columns, inner = config.block_rows, config.block_columns, config.block_inner

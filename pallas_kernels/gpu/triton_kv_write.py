@@ -97,9 +97,7 @@ def kv_write(
     config: KvWriteConfig | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Store keys and values of a step in their pages with Triton. Return the new (k_pages,
-    v_pages).
-    """
+    """Compute ``kv_write`` with Triton: the new (k_pages, v_pages)."""
     case = kv_write_case(
         target_device(), k, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale
     )

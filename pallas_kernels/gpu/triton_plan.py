@@ -34,29 +34,17 @@ COLUMNS = 10
 
 @dataclasses.dataclass(frozen=True)
 class SplitPlan:
-    """Division of the KV of a step's rows, as far as it does not depend on their lengths.
+    """Division of the KV of a step's rows, as far as it does not depend on their lengths."""
 
-    Attributes:
-        rows: R.
-        queries: most queries of a tile.
-        tiles: most tiles of a row. Rows with more queries than these tiles hold get none.
-        block_tokens: positions of a block.
-        min_blocks: fewest blocks of a share.
-        window: positions that a query sees, or None.
-        most_blocks: most blocks that a tile sees.
-        programs: programs of a kv head.
-        longer_than: another kernel computes rows of at most this many positions.
-    """
-
-    rows: int
-    queries: int
-    tiles: int
-    block_tokens: int
-    min_blocks: int
-    window: int | None
-    most_blocks: int
-    programs: int
-    longer_than: int = -1
+    rows: int  # R
+    queries: int  # most queries of a tile
+    tiles: int  # most tiles of a row. Rows with more queries than these tiles hold get none.
+    block_tokens: int  # positions of a block
+    min_blocks: int  # fewest blocks of a share
+    window: int | None  # positions that a query sees, or None
+    most_blocks: int  # most blocks that a tile sees
+    programs: int  # programs of a kv head
+    longer_than: int = -1  # another kernel computes rows of at most this many positions
 
     @classmethod
     def of(

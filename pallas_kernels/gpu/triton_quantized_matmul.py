@@ -2,12 +2,14 @@
 
 A program computes a tile of tokens and outputs in a loop over the inputs. Only codes are read from
 memory, so a step of few tokens costs about as much as reading the codes (as in Frantar et al. 2024,
-"MARLIN", without its layouts).
+"MARLIN", without its layouts). In a grouped product, tiles of rows are cut as in
+``triton_grouped_matmul``.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.quantized_codes import decode, halves, scaled
+from pallas_kernels.gpu.triton_grouped_matmul import tile_plan
+from pallas_kernels.quantized_codes import codes_a_row, decode, halves, scaled
 
 
 class Tile(NamedTuple):
@@ -42,7 +45,14 @@ def default_tile(tokens: int, dtype: jnp.dtype) -> Tile:
     return Tile(128, 128, 32, warps=8)
 
 
-def load_by_group(
+def grouped_tile(rows: int, groups: int, dtype: jnp.dtype) -> Tile:
+    """Return the `Tile` for `rows` rows of all groups, chosen by the mean rows of a group."""
+    if dtype.itemsize > 2:  # without tensor cores: small tiles, many threads
+        return Tile(16, 64, 32, warps=8)
+    return default_tile(-(-rows // groups), dtype)
+
+
+def _load_by_group(
     ref: Any, before: tuple, turn: Any, column: Any, column_mask: Any, tile: Tile, size: int
 ) -> Any:
     """Load scales, zero points or minima for the rows of codes of one turn: [rows or 1, outputs].
@@ -57,7 +67,6 @@ def load_by_group(
         turn: turn of the loop over ``tile.rows`` rows.
         column: i32[outputs] columns to load.
         column_mask: bool[1, outputs], the columns that exist.
-        tile: sizes of the tile.
         size: rows of a group.
     """
     groups, start = ref.shape[-2], turn * tile.rows
@@ -78,57 +87,109 @@ def load_by_group(
     return loaded.reshape(tile.rows, tile.outputs)
 
 
-def _kernel(
-    x_ref: Any, values_ref: Any, scales_ref: Any, *rest: Any, form: str, tile: Tile
-) -> None:
-    """Compute one tile of tokens and outputs and write it to the output [T,O].
+class _Refs(NamedTuple):
+    """Operands of a kernel."""
 
-    ``x_ref``: [parts*T,R], the ``halves`` of x stacked, for R rows of codes. ``rest``: zero points
-    or minima if the weight has them, and the output.
+    x: Any  # [parts*T,R], the ``halves`` of x stacked, for R rows of codes
+    values: Any  # [*before,R,O]
+    scales: Any  # [*before,groups,O]
+    zeros: Any  # zero points or minima, of the shape of scales, or None
+    before: tuple[Any, ...]  # the number of the matrix, or () for a single one
+
+    @property
+    def grouped(self) -> bool:
+        """Whether scales differ within a column."""
+        return self.scales.shape[-2] > 1 or self.zeros is not None
+
+
+def _grid(index: Any, other: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
+    return jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(other[None, :], shape)
+
+
+def _adder(
+    refs: _Refs, form: str, tile: Tile, token: Any, token_mask: Any, column: Any, column_mask: Any
+) -> Callable[[Any, Any], Any]:
+    """Return the body of a loop. It adds the products of the rows of codes of a turn to `acc`.
+
+    The rows of codes are dequantized first, by group if the scales are by group.
     """
-    zeros_ref, out_ref = rest if len(rest) == 2 else (None, *rest)
-    tokens, columns = out_ref.shape
-    rows, groups = values_ref.shape[0], scales_ref.shape[0]
-    token = pl.program_id(0) * tile.tokens + jnp.arange(tile.tokens)
-    column = pl.program_id(1) * tile.outputs + jnp.arange(tile.outputs)
-    token_mask, column_mask = (token < tokens)[:, None], (column < columns)[None, :]
-    grouped = groups > 1 or zeros_ref is not None
-
-    def grid(index: Any, other: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
-        return jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(other[None, :], shape)
+    rows, groups = refs.values.shape[-2], refs.scales.shape[-2]
+    tokens = refs.x.shape[0] // codes_a_row(form)
 
     def body(turn: Any, acc: Any) -> Any:
-        """Return acc [tokens, outputs] plus the product with the weight rows of loop turn `turn`.
-
-        The rows of codes are dequantized first, by group if the scales are by group.
-        """
         row = turn * tile.rows + jnp.arange(tile.rows)
-        shape = (tile.rows, tile.outputs)
         mask = (row < rows)[:, None] & column_mask
-        values = plt.load(values_ref.at[*grid(row, column, shape)], mask=mask, other=0)
+        where = _grid(row, column, (tile.rows, tile.outputs))
+        values = plt.load(refs.values.at[*refs.before, *where], mask=mask, other=0)
         weights = decode(values, form, jnp.float32)
-        if grouped:
-            by_group = (turn, column, column_mask, tile, rows // groups)
-            scale = load_by_group(scales_ref, (), *by_group)
-            zero = None if zeros_ref is None else load_by_group(zeros_ref, (), *by_group)
+        if refs.grouped:
+            by_group = (refs.before, turn, column, column_mask, tile, rows // groups)
+            scale = _load_by_group(refs.scales, *by_group)
+            zero = None if refs.zeros is None else _load_by_group(refs.zeros, *by_group)
             weights = [scaled(weight, scale, zero, form) for weight in weights]
         for part, weight in enumerate(weights):
-            shape = (tile.tokens, tile.rows)
-            where = grid(token + part * tokens, row, shape)
-            x = plt.load(x_ref.at[*where], mask=token_mask & (row < rows)[None, :], other=0)
+            where = _grid(token + part * tokens, row, (tile.tokens, tile.rows))
+            x = plt.load(refs.x.at[*where], mask=token_mask & (row < rows)[None, :], other=0)
             weight = jnp.where(mask, weight, 0).astype(x.dtype)
             exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
             acc += jnp.dot(x, weight, precision=exact, preferred_element_type=jnp.float32)
         return acc
 
+    return body
+
+
+def _kernel(
+    x_ref: Any, values_ref: Any, scales_ref: Any, *rest: Any, form: str, tile: Tile
+) -> None:
+    """Compute one tile of tokens and outputs and write it to the output [T,O].
+
+    ``rest``: zero points or minima if the weight has them, and the output.
+    """
+    *zeros_refs, out_ref = rest
+    refs = _Refs(x_ref, values_ref, scales_ref, zeros_refs[0] if zeros_refs else None, ())
+    tokens, columns = out_ref.shape
+    token = pl.program_id(0) * tile.tokens + jnp.arange(tile.tokens)
+    column = pl.program_id(1) * tile.outputs + jnp.arange(tile.outputs)
+    token_mask, column_mask = (token < tokens)[:, None], (column < columns)[None, :]
+    body = _adder(refs, form, tile, token, token_mask, column, column_mask)
     acc = jnp.zeros((tile.tokens, tile.outputs), jnp.float32)
-    acc = lax.fori_loop(0, -(-rows // tile.rows), body, acc)
-    if not grouped:
-        first = jnp.zeros((1,), jnp.int32)
-        where = grid(first, column, (1, tile.outputs))
+    acc = lax.fori_loop(0, -(-values_ref.shape[0] // tile.rows), body, acc)
+    if not refs.grouped:
+        where = _grid(jnp.zeros((1,), jnp.int32), column, (1, tile.outputs))
         acc = acc * plt.load(scales_ref.at[*where], mask=column_mask, other=0).astype(jnp.float32)
-    where = grid(token, column, (tile.tokens, tile.outputs))
+    where = _grid(token, column, (tile.tokens, tile.outputs))
     plt.store(out_ref.at[*where], acc, mask=token_mask & column_mask)
+
+
+def _grouped_kernel(
+    x_ref: Any, values_ref: Any, scales_ref: Any, *rest: Any, form: str, tile: Tile
+) -> None:
+    """Compute one tile of rows and columns and write it to the output [A,O].
+
+    ``rest``: zero points or minima if the weights have them, the plan of tiles, and the output.
+    """
+    *zeros_refs, plan_ref, out_ref = rest
+    columns = out_ref.shape[1]
+    matrices, rows, _ = values_ref.shape
+    turn = pl.program_id(0)
+    owner, first, size = plan_ref[turn, 0], plan_ref[turn, 1], plan_ref[turn, 2]
+    token = first + jnp.arange(tile.tokens)
+    token_mask = (jnp.arange(tile.tokens) < size)[:, None]
+    matrix = jnp.minimum(owner, matrices - 1)
+    refs = _Refs(x_ref, values_ref, scales_ref, zeros_refs[0] if zeros_refs else None, (matrix,))
+    column = pl.program_id(1) * tile.outputs + jnp.arange(tile.outputs)
+    column_mask = (column < columns)[None, :]
+    live = (size > 0) & (owner < matrices)
+    turns = jnp.where(live, jnp.int32(-(-rows // tile.rows)), 0)
+    body = _adder(refs, form, tile, token, token_mask, column, column_mask)
+    acc = jnp.zeros((tile.tokens, tile.outputs), jnp.float32)
+    acc = lax.fori_loop(jnp.int32(0), turns, body, acc)
+    if not refs.grouped:
+        where = _grid(jnp.zeros((1,), jnp.int32), column, (1, tile.outputs))
+        scale = plt.load(scales_ref.at[matrix, *where], mask=column_mask & live, other=0)
+        acc = acc * scale.astype(jnp.float32)
+    where = _grid(token, column, (tile.tokens, tile.outputs))
+    plt.store(out_ref.at[*where], acc.astype(out_ref.dtype), mask=token_mask & column_mask)
 
 
 def quantized_matmul(
@@ -147,12 +208,7 @@ def quantized_matmul(
     """
     tokens, columns = x.shape[0], values.shape[1]
     tile = tile or default_tile(tokens, x.dtype)
-    operands = [
-        jnp.concatenate(halves(x, form)),
-        values,
-        scales,
-        *(() if zeros is None else (zeros,)),
-    ]
+    zero_points = () if zeros is None else (zeros,)
     return pl.pallas_call(
         functools.partial(_kernel, form=form, tile=tile),
         grid=(pl.cdiv(tokens, tile.tokens), pl.cdiv(columns, tile.outputs)),
@@ -160,4 +216,34 @@ def quantized_matmul(
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=3),
         interpret=interpret,
         name="quantized_matmul",
-    )(*operands)
+    )(jnp.concatenate(halves(x, form)), values, scales, *zero_points)
+
+
+def quantized_grouped_matmul(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    group_sizes: jax.Array,
+    *,
+    form: str,
+    tile: Tile | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Multiply rows, sorted by group, by the quantized matrix of their group, with Triton: [A,O].
+
+    ``tile`` None selects the `grouped_tile`.
+    """
+    total, columns = x.shape[0], values.shape[2]
+    tile = tile or grouped_tile(total, values.shape[0], x.dtype)
+    plan = tile_plan(group_sizes, total, tile.tokens)
+    zero_points = () if zeros is None else (zeros,)
+    return pl.pallas_call(
+        functools.partial(_grouped_kernel, form=form, tile=tile),
+        # Consecutive programs take the tiles of a group, so its matrix stays in the cache.
+        grid=(plan.shape[0], pl.cdiv(columns, tile.outputs)),
+        out_shape=jax.ShapeDtypeStruct((total, columns), x.dtype),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=3),
+        interpret=interpret,
+        name="quantized_grouped_matmul",
+    )(jnp.concatenate(halves(x, form)), values, scales, *zero_points, plan)

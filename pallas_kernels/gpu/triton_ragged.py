@@ -27,7 +27,7 @@ from pallas_kernels.arguments import (
     Case,
     attention_case,
 )
-from pallas_kernels.gpu.triton_decode import KvSplit, fit_block, split_and_merge
+from pallas_kernels.gpu.triton_decode import KvSplit, split_and_merge
 from pallas_kernels.gpu.triton_plan import SplitPlan
 from pallas_kernels.gpu.triton_tile import (
     RowPages,
@@ -42,7 +42,14 @@ from pallas_kernels.gpu.triton_tile import (
     store_rows,
     tile_bounds,
 )
-from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig, defaults, fitted, lookup
+from pallas_kernels.gpu.tuning import (
+    DecodeConfig,
+    RaggedConfig,
+    defaults,
+    fit_block,
+    fitted,
+    lookup,
+)
 
 MOST_TILES = 4
 """Most tiles of a row whose KV is split."""
@@ -172,7 +179,8 @@ def few_query_split(
     queries = max(1, min(config.split_rows // case.group, config.split_queries))
     tiles = min(-(-config.split_queries // queries), MOST_TILES)
     plan = SplitPlan.of(case, sizes, options.window, queries, tiles)
-    return KvSplit.of(case, sizes, options, plan, config.split_rows, interpret)
+    spec = TileSpec.of(case, config.split_rows, sizes.block_tokens, options)
+    return KvSplit(spec, case, plan, sizes, interpret)
 
 
 def _tiles(

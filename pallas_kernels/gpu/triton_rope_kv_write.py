@@ -149,9 +149,7 @@ def _kernel(
     places = _pieces(case.H, pairs, interleaved=False)
 
     def turned(name: str, heads: jax.Array, valid: jax.Array) -> list[tuple[jax.Array, _Piece]]:
-        """Compute the queries or the key: a list of (part [heads, columns], its columns in the
-        result).
-        """
+        # The queries or the key: parts [heads, columns], and their columns in the result.
         tile = [_loaded(refs, heads, piece, valid, dtype) for piece in pieces]
         if name in refs:
             tile = _normed(refs, tile, name, heads, pieces, options, dtype)
@@ -206,10 +204,7 @@ def rope_kv_write(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Normalize and rotate queries and keys, and store keys and values, with Triton.
-
-    Returns the queries, the new pages and zeroed counters.
-    """
+    """Compute ``rope_kv_write`` with Triton: the queries, the new pages and zeroed counters."""
     inputs = {"slots": slot_mapping, "qkv": qkv, "bias": options.bias}
     inputs |= {"query_norm": options.query_norm, "key_norm": options.key_norm}
     inputs |= {"mean_squares": options.mean_squares}

@@ -54,8 +54,7 @@ def ceil_div(a: jax.Array | int, b: jax.Array | int) -> jax.Array:
 
 
 def spread(numbers: jax.Array, shape: tuple[int, ...], *axes: int) -> jax.Array:
-    """Broadcast an array to `shape`, so that its dimensions are the dimensions `axes` of the
-    result.
+    """Broadcast an array to `shape`. Its dimensions become the dimensions `axes` of the result.
 
     `jnp.broadcast_to` after adding axes has the same result with several times as many operations
     to trace.
@@ -64,9 +63,7 @@ def spread(numbers: jax.Array, shape: tuple[int, ...], *axes: int) -> jax.Array:
 
 
 def running_sum(counts: jax.Array) -> jax.Array:
-    """Return the inclusive sums of a short i32 vector in one reduction. A cumsum is several
-    kernels.
-    """
+    """Return the inclusive sums of a short i32 vector in one reduction. A cumsum is several."""
     n = counts.shape[0]
     earlier = jnp.arange(n)[None, :] <= jnp.arange(n)[:, None]
     return jnp.where(earlier, counts[None, :], 0).sum(axis=1, dtype=jnp.int32)
@@ -80,43 +77,28 @@ def owner(ends: jax.Array, items: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class TileSpec:
-    """Static properties of a tile.
+    """Static properties of a tile."""
 
-    Attributes:
-        tile_rows: query rows (tokens x heads of a group) of the tile.
-        block_tokens: KV positions per loop step.
-        page_size: positions of a page.
-        head_dim: numbers of a head.
-        scale, window, soft_cap: as in ``AttentionOptions``.
-        compute_dtype: dtype of the operands of products.
-        fp8_by_integers: whether float8 pages are converted by integer operations, because the card
-            has no instruction for it.
-    """
-
-    tile_rows: int
-    block_tokens: int
-    page_size: int
-    head_dim: int
-    scale: float
+    tile_rows: int  # query rows (tokens x heads of a group) of the tile
+    block_tokens: int  # KV positions per loop step
+    page_size: int  # positions of a page
+    head_dim: int  # numbers of a head
+    scale: float  # as in ``AttentionOptions``
     window: int | None
     soft_cap: float | None
-    compute_dtype: Any
+    compute_dtype: Any  # dtype of the operands of products
+    # whether float8 pages are converted by integer operations, because the card has no instruction
+    # for it
     fp8_by_integers: bool
 
     @classmethod
     def of(
-        cls,
-        case: Case,
-        tile_rows: int,
-        block_tokens: int,
-        options: AttentionOptions,
+        cls, case: Case, tile_rows: int, block_tokens: int, options: AttentionOptions
     ) -> TileSpec:
-        """Return the spec of a call.
-
-        float8 pages are multiplied in float16. Hopper converts two float8 values to float16 with
-        one instruction, and to bfloat16 with several.
-        """
+        """Return the spec of a call."""
         compute = case.query_dtype
+        # Hopper converts two float8 values to float16 with one instruction, and to bfloat16 with
+        # several.
         if case.page_dtype == FP8 and compute.itemsize == 2:
             compute = jnp.dtype(jnp.float16)
         return cls(
@@ -140,19 +122,13 @@ class TileSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Positions and blocks that a tile reads, as traced int32 scalars.
+    """Positions and blocks that a tile reads, as traced int32 scalars."""
 
-    Attributes:
-        begin, end: the positions [begin, end) that at least one query of the tile sees.
-        full_begin, full_end: the positions that every query of the tile sees.
-        first_block, last_block: the blocks [first, last) of block_tokens positions to visit.
-    """
-
-    begin: jax.Array
+    begin: jax.Array  # the positions [begin, end) that at least one query of the tile sees
     end: jax.Array
-    full_begin: jax.Array
+    full_begin: jax.Array  # the positions that every query of the tile sees
     full_end: jax.Array
-    first_block: jax.Array
+    first_block: jax.Array  # the blocks [first, last) of block_tokens positions to visit
     last_block: jax.Array
 
 
@@ -179,10 +155,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def load_queries(
     q_ref: Any, token: jax.Array, head: jax.Array, valid: jax.Array, spec: TileSpec
 ) -> Parts:
-    """Load the queries of a tile: one [tile_rows, part] for each piece of ``head_parts``.
-
-    Rows that are not valid are zero.
-    """
+    """Load the queries of a tile, [tile_rows, part] each, with zeros in rows that are not valid."""
     parts = []
     for start, size in head_parts(spec.head_dim):
         shape = (spec.tile_rows, size)
@@ -194,12 +167,7 @@ def load_queries(
 
 
 def store_rows(
-    out_ref: Any,
-    token: jax.Array,
-    head: jax.Array,
-    valid: jax.Array,
-    parts: Parts,
-    spec: TileSpec,
+    out_ref: Any, token: jax.Array, head: jax.Array, valid: jax.Array, parts: Parts, spec: TileSpec
 ) -> None:
     """Write the valid rows of a tile to out_ref[token, head, :]."""
     for (start, _), part in zip(head_parts(spec.head_dim), parts, strict=True):
@@ -229,22 +197,14 @@ def normalized(
 
 @dataclasses.dataclass(frozen=True)
 class RowPages:
-    """Pages that the queries of a tile read: one row of the page table and one kv head.
+    """Pages that the queries of a tile read: one row of the page table and one kv head."""
 
-    Attributes:
-        keys, values: refs of the pages [P,K,S,H].
-        table: ref of the page table i32[R,M].
-        row: row of the page table.
-        kv_head: head of the pages.
-        key_scale: f32 scalar that multiplies stored keys, or None.
-    """
-
-    keys: Any
+    keys: Any  # refs of the pages [P,K,S,H]
     values: Any
-    table: Any
-    row: jax.Array
-    kv_head: jax.Array
-    key_scale: jax.Array | None
+    table: Any  # ref of the page table i32[R,M]
+    row: jax.Array  # row of the page table
+    kv_head: jax.Array  # head of the pages
+    key_scale: jax.Array | None  # f32 scalar that multiplies stored keys, or None
 
     @classmethod
     def of(cls, refs: dict[str, Any], row: jax.Array, kv_head: jax.Array) -> RowPages:
@@ -261,9 +221,6 @@ def attend(
     Args:
         queries: parts [tile_rows, part] of q, one for each piece of ``head_parts``.
         position: i32[tile_rows] positions of the queries.
-        pages: the keys and values.
-        span: the blocks to visit, and the positions that need masks.
-        spec: the static properties.
 
     Returns:
         (acc parts [tile_rows, part], maxima [tile_rows], sums [tile_rows]), all float32. The maxima

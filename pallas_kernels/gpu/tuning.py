@@ -27,49 +27,34 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits
-from pallas_kernels.product_arguments import ProductCase
+from pallas_kernels.row_arguments import ProductCase
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Sizes of attention with split KV.
+    """Sizes of attention with split KV."""
 
-    Attributes:
-        block_tokens: KV positions per loop step. Above the page size, pages are gathered.
-        num_warps, num_stages: of the attention kernel. A stage is one block of K and V in flight.
-        programs_per_sm: programs per SM over which all KV of the step is divided.
-        min_blocks: fewest blocks of a program.
-        merge_numbers: how many numbers of partial results a program reads at a time.
-    """
-
-    block_tokens: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
-    programs_per_sm: int = 2
-    min_blocks: int = 1
-    merge_numbers: int = 4096
+    block_tokens: int = 64  # KV positions per loop step. Above the page size, pages are gathered.
+    num_warps: int = 4  # of the attention kernel
+    num_stages: int = 3  # a stage is one block of K and V in flight
+    programs_per_sm: int = 2  # programs per SM over which all KV of the step is divided
+    min_blocks: int = 1  # fewest blocks of a program
+    merge_numbers: int = 4096  # how many numbers of partial results a program reads at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedConfig:
-    """Sizes of tiles of query tokens times the heads of a group.
+    """Sizes of tiles of query tokens times the heads of a group."""
 
-    Attributes:
-        tile_rows: rows (tokens x group heads) of a tile, a power of two from 16 on.
-        block_tokens, num_warps, num_stages: as in ``DecodeConfig``.
-        split_queries: the split-KV kernel computes rows of at most this many queries. 0 disables
-            it.
-        split_rows: rows of the tiles of that kernel.
-    """
-
-    tile_rows: int = 128
-    block_tokens: int = 64
+    tile_rows: int = 128  # rows (tokens x group heads) of a tile, a power of two from 16 on
+    block_tokens: int = 64  # as in ``DecodeConfig``
     num_warps: int = 8
     num_stages: int = 2
+    # the split-KV kernel computes rows of at most this many queries. 0 disables it.
     split_queries: int = 16
-    split_rows: int = 32
+    split_rows: int = 32  # rows of the tiles of that kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +150,17 @@ def fitted(config: Fitted, case: Case, rows: int) -> Fitted:
             break
         block //= 2
     return dataclasses.replace(config, block_tokens=block)
+
+
+def fit_block(block_tokens: int, case: Case) -> int:
+    """Halve a block size while it exceeds the longest KV of a row, but not below 16.
+
+    Products of tensor cores have at least 16 rows.
+    """
+    longest = case.M * case.S
+    while block_tokens > 16 and block_tokens // 2 >= longest:
+        block_tokens //= 2
+    return block_tokens
 
 
 def defaults(kind: type[Config], case: Case) -> Any:

@@ -22,22 +22,14 @@ from pallas_kernels.arguments import NO_OPTIONS, AttentionArrays, AttentionOptio
 
 
 class TurnSizes(NamedTuple):
-    """Sizes of a turn.
+    """Sizes of a turn."""
 
-    Attributes:
-        chunk_tokens: tokens of an item of decodes.
-        turn_tokens: tokens of all items of a turn. Padding items read the same page repeatedly,
-            from the cache.
-        tile_chunk_tokens: tokens of a chunk of keys for a tile of queries.
-        tile_queries: most queries of a tile.
-        scores_bytes: most bytes of a tile's scores in float32.
-    """
-
-    chunk_tokens: int = 64
+    chunk_tokens: int = 64  # tokens of an item of decodes
+    # tokens of all items of a turn. Padding items read the same page repeatedly, from the cache.
     turn_tokens: int = 32768
-    tile_chunk_tokens: int = 2048
-    tile_queries: int = 256
-    scores_bytes: int = 64 << 20
+    tile_chunk_tokens: int = 2048  # tokens of a chunk of keys for a tile of queries
+    tile_queries: int = 256  # most queries of a tile
+    scores_bytes: int = 64 << 20  # most bytes of a tile's scores in float32
 
 
 SIZES = TurnSizes()
@@ -86,7 +78,6 @@ def _decode(arrays: AttentionArrays, options: AttentionOptions, sizes: TurnSizes
     q = q * options.score_scale(H)
 
     def body(turn: jax.Array | int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Add W items to sums [R, K, G, H], totals and maxima [R, K, G]."""
         owner, page, first, stop = (lax.dynamic_slice_in_dim(x, turn * W, W) for x in items[:4])
         k, v = xla.gather_chunks(cache, page, q.dtype)
         cell = jnp.arange(chunk)
@@ -110,18 +101,9 @@ def _decode(arrays: AttentionArrays, options: AttentionOptions, sizes: TurnSizes
 def _attend_chunks(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, options: AttentionOptions
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute attention of the queries of each item to its own chunk of keys and values.
-
-    Args:
-        q: [W, K, G, H], scaled.
-        k: [W, K, C, H].
-        v: [W, K, C, H].
-        seen: bool[W, C], the tokens that the query sees.
-        options: of the call. Only static options are read.
-
-    Returns:
-        The weighted sum of values [W, K, G, H], the sum of the weights and the maximum [W, K, G].
-    """
+    # The scaled queries [W, K, G, H] of each item attend to its own chunk of keys and values
+    # [W, K, C, H]. The results are the weighted sum of values [W, K, G, H], the sum of the weights
+    # and the maximum [W, K, G].
     # The heads that share keys come last, so that neighbouring thread blocks read the same keys.
     scores = (k[:, :, :, None] * q[:, :, None]).sum(axis=-1).transpose(0, 1, 3, 2)
     seen = seen[:, None, None]  # [W, 1, 1, C]

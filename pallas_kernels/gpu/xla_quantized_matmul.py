@@ -27,12 +27,7 @@ MOST_ROWS = 16
 
 
 def output_major_matmul(
-    x: jax.Array,
-    values: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
-    *,
-    form: str,
+    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, form: str
 ) -> jax.Array:
     """Multiply x by a quantized weight whose arrays are transposed: [T,O]."""
     if x.shape[0] <= MOST_ROWS:
@@ -66,11 +61,8 @@ def _reduced(
 def _row_sums(
     weights: list[jax.Array], inputs: list[jax.Array], factor: jax.Array | None = None
 ) -> jax.Array:
-    """Multiply each row of the inputs [T,I] by each row of the weights [O,I] and sum: [T,O].
-
-    Inputs and weights are lists of parts whose products are added. Then `factor` [O,I] multiplies
-    all products.
-    """
+    # [T,O] from lists of parts of inputs [T,I] and of weights [O,I]. The products of the parts are
+    # added, and `factor` [O,I] multiplies the sums.
 
     def row(index: int) -> jax.Array:
         terms = [w * part[index] for w, part in zip(weights, inputs, strict=True)]
@@ -106,10 +98,7 @@ def _in_blocks(
         weights, scale = _weights(codes, scales[cut], zero, form, wide)
         products = [
             lax.dot_general(
-                part,
-                weight.astype(x.dtype),
-                (((1,), (1,)), ((), ())),
-                preferred_element_type=wide,
+                part, weight.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=wide
             )
             for part, weight in zip(parts, weights, strict=True)
         ]

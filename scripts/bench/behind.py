@@ -14,7 +14,6 @@ are the same is tested elsewhere.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -29,7 +28,7 @@ from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.settings.config import EngineConfig
 from scripts.bench.startup import LIMITS, LLAMAS, write_llama
-from scripts.lib.argument_types import results_file
+from scripts.lib.argument_types import bench_parser
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 
@@ -37,11 +36,7 @@ MOST_RATIO = 1.5
 
 
 class Load:
-    """Requests that follow each other, so many at a time.
-
-    Args:
-        engine: serves them.
-        at_once: requests at a time.
+    """Requests that follow each other, `at_once` at a time, and that an engine serves.
 
     Attributes:
         gaps: seconds between deliveries, of the period so far.
@@ -124,14 +119,9 @@ def measure(model: str, at_once: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.behind",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("scripts.bench.behind", __doc__)
     parser.add_argument("--model", choices=("bundled", "135m"), action="append")
     parser.add_argument("--at-once", type=positive_integer, default=8)
-    parser.add_argument("--json", type=results_file)
     arguments = parser.parse_args()
     about, worst = about_run(), 0.0
     for model in arguments.model or ("bundled", "135m"):

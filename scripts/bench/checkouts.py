@@ -12,7 +12,6 @@ Two processes of the same checkout differed by up to 4 %: name one twice to see 
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from scripts.bench.startup import write_llama
 from scripts.bench.worker_checkout import LOADS
-from scripts.lib.argument_types import at_least, checkpoint, results_file
+from scripts.lib.argument_types import at_least, bench_parser, checkpoint
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 
@@ -87,16 +86,13 @@ def ratio(first: list[float], other: list[float]) -> tuple[float, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("scripts.bench.checkouts", __doc__)
     parser.add_argument("checkouts", nargs="+", type=Path, help="the first is what others are over")
     parser.add_argument("--rounds", type=at_least(2), default=12)
     parser.add_argument(
         "--model", type=checkpoint, help="a folder or a file (a random Llama of 135M's shape)"
     )
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=results_file, help="write the numbers here")
     arguments = parser.parse_args()
     for checkout in arguments.checkouts:
         if not (checkout / "jaxserve").is_dir():

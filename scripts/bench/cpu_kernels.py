@@ -18,10 +18,10 @@ speeds beside it are of the median turn, in GFLOP/s, and in GB/s of weights, key
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -38,10 +38,10 @@ from pallas_kernels import (
     ragged_paged_attention,
 )
 from pallas_kernels.arguments import Case
-from pallas_kernels.cpu.ir_builder import host
+from pallas_kernels.cpu.ffi import host
 from pallas_kernels.cpu.panels import PANEL, in_panels
 from pallas_kernels.ops import panel_product, quantized_panel_product
-from scripts.lib.argument_types import integers, results_file
+from scripts.lib.argument_types import bench_parser, integers
 from scripts.lib.attention_arrays import attention_arrays
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
@@ -81,10 +81,7 @@ def copies_of(arrays: Arrays) -> list[Arrays]:
 
 
 def stored(form: str, weight: np.ndarray, random: np.random.Generator) -> Arrays:
-    """Store a weight [..., I, O] as the kernel of a form takes it.
-
-    Random codes stand for quantized.
-    """
+    """Store a weight [..., I, O] as a form's kernel takes it, quantized ones by random codes."""
     if form in ("float32", "bfloat16"):
         whole = weight.reshape(-1, *weight.shape[-2:])
         panels = [in_panels(np.asarray(jnp.asarray(matrix).astype(form))) for matrix in whole]
@@ -114,52 +111,35 @@ def product(form: str, grouped: bool) -> Callable[..., Any]:
     return jax.jit(lambda x, *weights: run(x, None, *weights))
 
 
-def products(sizes: Sequence[int]) -> Iterator[Pair]:
+def products(sizes: Sequence[int], grouped: bool = False) -> Iterator[Pair]:
+    """Yield pairs of a product in each form, by rows, or, if `grouped`, of experts by tokens."""
     random = np.random.default_rng(0)
-    weight = random.standard_normal((INPUTS, OUTPUTS), np.float32)
+    shape = (EXPERTS, INPUTS, OUTPUTS) if grouped else (INPUTS, OUTPUTS)
+    weight = random.standard_normal(shape, np.float32)
     plain = copies_of((jnp.asarray(weight),))
     theirs = jax.jit(lambda x, w: x @ w)
+    if grouped:
+        theirs = jax.jit(lambda x, counts, w: grouped_matmul(x, w, counts, implementation="xla"))
     for form in FORMS:
         mine = copies_of(stored(form, weight, random))
-        ours = product(form, False)
-        for rows in sizes:
+        ours, read = product(form, grouped), sum(array.nbytes for array in mine[0])
+        for size in sizes:
+            rows, share, groups = size, 1.0, ()
+            if grouped:
+                rows = size * TAKEN
+                chosen = [random.choice(EXPERTS, TAKEN, replace=False) for _ in range(size)]
+                counts = np.bincount(np.concatenate(chosen), minlength=EXPERTS).astype(np.int32)
+                share, groups = np.count_nonzero(counts) / EXPERTS, (jnp.asarray(counts),)
             x = jnp.asarray(random.standard_normal((rows, INPUTS), np.float32))
-            fast = form == "bfloat16" and host().dots
-            own = x.astype(jnp.bfloat16) if fast else x
+            narrow = x.astype(jnp.bfloat16) if form == "bfloat16" and host().dots else x
             yield Pair(
-                f"{form}, rows: {rows}",
+                f"{form}, {'tokens' if grouped else 'rows'}: {size}",
                 ours,
                 theirs,
-                [(own, *arrays) for arrays in mine],
-                [(x, *arrays) for arrays in plain],
-                2 * rows * weight.size,
-                sum(array.nbytes for array in mine[0]),
-            )
-
-
-def experts(sizes: Sequence[int]) -> Iterator[Pair]:
-    random = np.random.default_rng(0)
-    weight = random.standard_normal((EXPERTS, INPUTS, OUTPUTS), np.float32)
-    plain = copies_of((jnp.asarray(weight),))
-    theirs = jax.jit(lambda x, counts, w: grouped_matmul(x, w, counts, implementation="xla"))
-    for form in FORMS:
-        mine = copies_of(stored(form, weight, random))
-        ours = product(form, True)
-        for tokens in sizes:
-            rows = tokens * TAKEN
-            chosen = [random.choice(EXPERTS, TAKEN, replace=False) for _ in range(tokens)]
-            counts = np.bincount(np.concatenate(chosen), minlength=EXPERTS).astype(np.int32)
-            x = jnp.asarray(random.standard_normal((rows, INPUTS), np.float32))
-            own = x.astype(jnp.bfloat16) if form == "bfloat16" and host().dots else x
-            read = sum(array.nbytes for array in mine[0]) * np.count_nonzero(counts) / EXPERTS
-            yield Pair(
-                f"{form}, tokens: {tokens}",
-                ours,
-                theirs,
-                [(own, jnp.asarray(counts), *arrays) for arrays in mine],
-                [(x, jnp.asarray(counts), *arrays) for arrays in plain],
+                [(narrow, *groups, *arrays) for arrays in mine],
+                [(x, *groups, *arrays) for arrays in plain],
                 2 * rows * INPUTS * OUTPUTS,
-                read,
+                read * share,
             )
 
 
@@ -216,7 +196,7 @@ def draws(_: Sequence[int]) -> Iterator[Pair]:
 
 PARTS = {
     "products": products,
-    "experts": experts,
+    "experts": partial(products, grouped=True),
     "decode": decode,
     "chunk": chunk,
     "draws": draws,
@@ -256,19 +236,12 @@ def timed(pair: Pair, turns: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.cpu_kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("scripts.bench.cpu_kernels", __doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
     parser.add_argument(
         "--rows", type=integers, default=[1, 4, 16, 64, 256], help="of products, tokens of experts"
     )
     parser.add_argument("--turns", type=positive_integer, default=7)
-    parser.add_argument(
-        "--json", type=results_file, help="write the numbers here, beside those there"
-    )
     arguments = parser.parse_args()
     about = about_run()
     for part in arguments.part or PARTS:

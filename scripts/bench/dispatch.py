@@ -11,7 +11,6 @@ client of PJRT dispatches. Its times are in the report of a GPU.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scripts.lib.argument_types import at_least, results_file
+from scripts.lib.argument_types import at_least, bench_parser
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 
@@ -49,11 +48,8 @@ def call_us(num_weights: int, num_state: int, calls: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.dispatch", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = bench_parser("scripts.bench.dispatch", __doc__)
     parser.add_argument("--calls", type=at_least(10), default=2000, help="default %(default)d")
-    parser.add_argument("--json", type=results_file)
     arguments = parser.parse_args()
     about = about_run() | {"jax": jax.__version__}
     calls = {

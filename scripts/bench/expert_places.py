@@ -9,7 +9,6 @@ other prompts, and the results are of these.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -29,37 +28,23 @@ from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.eplb import EplbConfig
 from jaxserve.start.loaded import Loaded
-from jaxserve.start.plan.limits import Limits
 from jaxserve.start.sources.expert_load import placement_of
-from jaxserve.weights import random_weights
-from scripts.lib.argument_types import results_file
-from scripts.lib.placed_model import start_runner
+from scripts.bench.random_engine import load_random
+from scripts.lib.argument_types import bench_parser
+from scripts.lib.model_shapes import COMMON, sizes
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 
-MODEL: dict[str, Any] = {
+EXPERTS: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
-    "vocab_size": 4096,
-    "hidden_size": 128,
-    "intermediate_size": 256,
+    "tie_word_embeddings": False,
     "moe_intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 16,
     "num_experts": 64,
     "num_experts_per_tok": 4,
     "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "attention_bias": False,
 }
+MODEL = COMMON | sizes(2, 128, 8, 8, 256, vocab_size=4096, head_dim=16) | EXPERTS
 ROWS, PROMPT, ANSWER = 16, 48, 32
 SKEW = 0.5  # standard deviation of the logarithm of the factor of an expert's scores
 
@@ -77,16 +62,12 @@ def load(devices: int, eplb: EplbConfig) -> Loaded:
         enable_expert_parallel=True,
         enable_eplb=True,
         eplb_config=eplb,
-    ).resolve("cpu", MODEL["max_position_embeddings"])
+    )
     model_config = parse_model_config(MODEL)
     split = Split(devices, True, placement_of(config, model_config))
     model_config = replace(model_config, split=split)
     check_split(model_config)
-    model = random_weights(model_config, np.float32, mesh=make_mesh(devices))
-    prefer_some(model)
-    runner = start_runner(config, model_config, model)
-    limits = Limits(model_config.vocab_size, PROMPT + ANSWER, (), 0)
-    return Loaded(config, runner, None, limits, SamplingParams())
+    return load_random(config, model_config, prefer_some, mesh=make_mesh(devices))
 
 
 def prefer_some(model: Decoder) -> None:
@@ -139,11 +120,9 @@ def measure(devices: int, redundant: list[int], folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = bench_parser("scripts.bench.expert_places", __doc__)
     parser.add_argument("--devices", type=positive_integer, default=8)
     parser.add_argument("--redundant", type=int, nargs="+", default=[0, 8, 16])
-    parser.add_argument("--json", type=results_file)
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     about = about_run()

@@ -26,7 +26,7 @@ from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.hosts import HostsConfig
-from scripts.lib.argument_types import at_least, results_file
+from scripts.lib.argument_types import at_least, bench_parser
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 
@@ -60,12 +60,9 @@ def _hosts(rank: int, followers: int, port: int) -> HostsConfig:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.hosts", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = bench_parser("scripts.bench.hosts", __doc__)
     parser.add_argument("--followers", type=at_least(1), default=1, help="default %(default)d")
     parser.add_argument("--steps", type=at_least(10), default=1000, help="default %(default)d")
-    parser.add_argument("--json", type=results_file)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

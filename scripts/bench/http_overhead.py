@@ -14,15 +14,16 @@ import select
 import signal
 import socket
 import statistics
-import sys
 import time
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from jaxserve.commands.argument_types import positive_integer
-from jaxserve.settings.config import EngineConfig, prepare_process
-from scripts.lib.argument_types import at_most, check_room, checkpoint
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import prepare_process
+from scripts.lib.argument_types import at_most, check_room, checkpoint, script_parser
 from scripts.lib.run_main import end_at_sigterm, run_main
+from scripts.lib.served_app import served_app
 
 PROMPT = [5, 6, 7, 8]
 STEP = 512  # tokens
@@ -103,7 +104,10 @@ class Clients:
 
 async def direct(llm: Any, streams: int, tokens: int) -> tuple[int, float]:
     """Draw the same streams from AsyncLLM in this process."""
-    sampling = llm_sampling(tokens)
+    # Imported here: the processes of the clients do without JAX.
+    from jaxserve.request import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
     async def draw() -> int:
         count = 0
@@ -116,22 +120,7 @@ async def direct(llm: Any, streams: int, tokens: int) -> tuple[int, float]:
     return drawn, time.perf_counter() - started
 
 
-def llm_sampling(tokens: int) -> Any:
-    # Imported here: the processes of the clients do without JAX.
-    from jaxserve.request import SamplingParams
-
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-
-
 async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
-    # Imported here: the processes of the clients do without JAX.
-    from jaxserve.commands.server import StartOutput, load_models
-    from jaxserve.server.http.app import App
-    from jaxserve.server.http.listener import bind
-    from jaxserve.server.http.process import Process
-    from jaxserve.server.served.specs import ModelSpec
-    from jaxserve.server.settings import ServerConfig
-
     engine = EngineConfig(
         model=options.model,
         max_num_seqs=options.streams,
@@ -140,26 +129,16 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
         max_num_batched_tokens=STEP,
         wait_for_all_programs=True,
     )
-    settings = ServerConfig(port=0)
-    models = load_models([ModelSpec(["bench"], "bench", engine)], settings, StartOutput(sys.stderr))
-    [model] = models.all
-    process = Process(App(models, settings))
     interrupt = signal.getsignal(signal.SIGINT)
-    try:
-        with bind("127.0.0.1", 0) as listener, Clients(listener.getsockname()[1]) as clients:
-            serving = asyncio.ensure_future(process.serve(sockets=[listener]))
+    async with served_app(engine) as (model, port, _):
+        with Clients(port) as clients:
             await clients.stream(options.streams, 4)
             # The server drains at signals. This process just ends.
             signal.signal(signal.SIGINT, interrupt)
             end_at_sigterm()
-            rows = [
+            return [
                 await pair(number, model.llm, clients, options) for number in range(options.repeats)
             ]
-            process.handle_exit(15, None)
-            await serving
-    finally:
-        model.llm.close()
-    return rows
 
 
 async def pair(
@@ -183,9 +162,7 @@ async def pair(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.http_overhead", description=__doc__
-    )
+    parser = script_parser("scripts.bench.http_overhead", __doc__)
     parser.add_argument("--model", type=checkpoint, help="(default: bundled model)")
     parser.add_argument("--streams", type=at_most(STEP), default=64)
     parser.add_argument("--tokens", type=positive_integer, default=800, help="of each stream")

@@ -30,28 +30,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
 
 from jaxserve.commands.argument_types import positive, positive_integer, writable_folder
-from jaxserve.models import ModelConfig, checkpoint_weights, parse_model_config, read_model_config
-from jaxserve.models.weight_table import dimensions
+from jaxserve.models import ModelConfig, read_model_config
 from jaxserve.weights import load_weights
-from scripts.lib.argument_types import results_file
-from scripts.lib.paths import IN_CHECKOUT
+from scripts.lib.argument_types import bench_parser
+from scripts.lib.model_shapes import COMMON, sizes
+from scripts.lib.processes import peak_bytes, run_apart
+from scripts.lib.random_checkpoint import NAMES, tensor_shapes, write_checkpoint
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 
@@ -60,58 +58,22 @@ PAUSE = 2.5  # seconds
 GOAL, EXCESS_GOAL = 0.70, 1.15
 TOUCHED_SHARE = 1.25  # of the weights: other allocations leave gaps that they do not fit in
 # The shape of a 1B Llama. Layers are added until the size is reached.
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 32768,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
+CONFIG = COMMON | sizes(1, 2048, 32, 8, 8192, vocab_size=32768)
 # Memory that a process frees stays its own.
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
-def write_checkpoint(folder: Path, dtype: str, size: int, shard_bytes: int) -> None:
+def write_model(folder: Path, dtype: str, size: int, shard_bytes: int) -> None:
     """Write a checkpoint of about `size` bytes in shards of about `shard_bytes`."""
-    layers = 1
-    while num_bytes(layers + 1, dtype) <= size:
+    layers, item = 1, np.dtype(dtype).itemsize
+    while num_values(CONFIG | {"num_hidden_layers": layers + 1}) * item <= size:
         layers += 1
-    raw = CONFIG | {"num_hidden_layers": layers, "dtype": dtype}
-    (folder / "config.json").write_text(json.dumps(raw))
-    config = parse_model_config(raw)
-    generator, weight_map = np.random.default_rng(0), {}
-    shard: dict[str, np.ndarray] = {}
-    shards: list[tuple[str, int]] = []
-
-    def flush() -> None:
-        name = f"model-{len(shards) + 1:05}.safetensors"
-        save_file(shard, folder / name)
-        shards.append((name, sum(tensor.nbytes for tensor in shard.values())))
-        weight_map.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for weight in checkpoint_weights(config):
-        shape = weight.shape(dimensions(config))
-        values = generator.standard_normal(shape, np.float32) * np.float32(0.02)
-        shard[weight.name] = values.astype(DTYPES[dtype])
-        if sum(tensor.nbytes for tensor in shard.values()) >= shard_bytes:
-            flush()
-    if shard:
-        flush()
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = CONFIG | {"num_hidden_layers": layers, "dtype": dtype}
+    write_checkpoint(config, folder, dtype, shard_bytes)
 
 
-def num_bytes(layers: int, dtype: str) -> int:
-    """Count the bytes of a checkpoint with so many layers."""
-    config = parse_model_config(CONFIG | {"num_hidden_layers": layers})
-    dims, item = dimensions(config), np.dtype(DTYPES[dtype]).itemsize
-    return sum(int(np.prod(w.shape(dims))) * item for w in checkpoint_weights(config))
+def num_values(config: dict[str, Any]) -> int:
+    return sum(map(math.prod, tensor_shapes(config).values()))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -145,15 +107,6 @@ def prepare(folder: Path) -> None:
     drop_cached(folder)
 
 
-def peak_bytes() -> int:
-    """Return most host memory that this process ever held.
-
-    Getrusage would count its parent's too.
-    """
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-
-
 def touch(size: int) -> float:
     """Use some bytes of memory and free them. Return the seconds."""
     started = time.perf_counter()
@@ -164,9 +117,7 @@ def touch(size: int) -> float:
 def one_turn(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
     """Read and load here. Return seconds, bytes on the device, rise of host memory's peak."""
     config = read_model_config(folder)
-    values = sum(
-        int(np.prod(weight.shape(dimensions(config)))) for weight in checkpoint_weights(config)
-    )
+    values = num_values(json.loads((folder / "config.json").read_text()))
     size = values * jax.numpy.dtype(dtype).itemsize
     touch_seconds = touch(int(size * TOUCHED_SHARE)) if touched else 0.0
     jax.block_until_ready(jax.numpy.zeros(1))
@@ -200,27 +151,8 @@ def timed_load(folder: Path, config: ModelConfig, dtype: str) -> tuple[float, in
 
 
 def turn_apart(folder: Path, dtype: str, touched: bool) -> dict[str, Any]:
-    """Run a turn in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.bench.loading",
-        "--turn",
-        str(folder),
-        "--dtype",
-        dtype,
-    ]
-    environment = os.environ | IN_CHECKOUT | (KEEPING if touched else {})
-    done = subprocess.run(
-        [*command, *(["--touched"] if touched else [])],
-        check=False,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    if done.returncode:
-        raise SystemExit(f"a turn ended with {done.returncode}; what it said is above")
-    found = json.loads(done.stdout.splitlines()[-1])
+    words = ["--turn", str(folder), "--dtype", dtype, *(["--touched"] if touched else [])]
+    found = run_apart("scripts.bench.loading", *words, variables=KEEPING if touched else None)
     size = sum(path.stat().st_size for path in weight_files(folder)) / 1e9
     rates = (
         " and ".join(f"{size / seconds:.2f}" for seconds in found[f"{what}_seconds"])
@@ -259,21 +191,18 @@ def compare(folder: Path, dtype: str, repeats: int, fresh_repeats: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.loading", description=__doc__.partition("\n")[0]
-    )
+    parser = bench_parser("scripts.bench.loading", __doc__)
     parser.add_argument("--gigabytes", type=positive, default=2.0)
     parser.add_argument("--shard-megabytes", type=positive_integer, default=500)
-    parser.add_argument("--stored", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument("--stored", nargs="+", choices=NAMES, default=["float32", "bfloat16"])
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the parameters; by default the stored one"
+        "--dtype", choices=NAMES, help="of the parameters; by default the stored one"
     )
     parser.add_argument("--repeats", type=positive_integer, default=3)
     parser.add_argument("--fresh-repeats", type=positive_integer, default=1)
     parser.add_argument(
         "--folder", type=writable_folder, help="where the checkpoint is written; a temporary one"
     )
-    parser.add_argument("--json", type=results_file)
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--touched", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -288,7 +217,7 @@ def main() -> None:
     for stored in arguments.stored:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
             folder = Path(name)
-            write_checkpoint(folder, stored, size, arguments.shard_megabytes * 1_000_000)
+            write_model(folder, stored, size, arguments.shard_megabytes * 1_000_000)
             dtype = arguments.dtype or stored
             print(f"{stored}, {arguments.gigabytes:g} GB, parameters as {dtype}:", flush=True)
             result = compare(folder, dtype, arguments.repeats, arguments.fresh_repeats)

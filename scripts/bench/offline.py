@@ -37,16 +37,13 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loaded import Loaded
-from jaxserve.start.plan.limits import Limits
-from jaxserve.start.programs.warm_up import WarmUp
-from jaxserve.weights import random_weights
 from pallas_kernels.cpu.product import panel_product
-from scripts.lib.argument_types import at_most, check_room, checkpoint, results_file
+from scripts.bench.random_engine import load_random
+from scripts.lib.argument_types import at_most, bench_parser, check_room, checkpoint
 from scripts.lib.model_shapes import COMMON, SHAPES
-from scripts.lib.placed_model import model_leaves, plan_of_model
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
-from scripts.lib.static_scheduler import StaticScheduler
+from scripts.lib.static_scheduler import static
 from scripts.lib.trace_rows import read_trace
 
 PARTS = ("step", "schedules", "launches")
@@ -66,39 +63,21 @@ def load_135m(shape: str, batch: int, tokens: int) -> Loaded:
         max_model_len=1024,
         enable_prefix_caching=False,
         decode_sizes=tuple(sorted({1, max(1, batch // 4), max(1, batch // 2), batch, 2 * batch})),
-    ).resolve("cpu", model_config.max_position_embeddings)
-    model = random_weights(model_config, np.float32, panels=True)
-    warm_up = WarmUp(plan_of_model(config, model_config, model))
-    runner = warm_up.run(
-        model_leaves(model),
-        lambda stage, done, total: print(f"  {stage} {done}/{total}", file=sys.stderr),
     )
-    limits = Limits(model_config.vocab_size, 1024, (), 0)
-    return Loaded(config, runner, None, limits, SamplingParams(), start=warm_up.report)
+
+    def tell(stage: str, done: int, total: int) -> None:
+        print(f"  {stage} {done}/{total}", file=sys.stderr)
+
+    return load_random(config, model_config, on_progress=tell, panels=True)
 
 
 def schedulers(batch: int) -> dict[str, Callable[..., Scheduler]]:
-    """Return the schedules under comparison, each over `batch` sequences at a time."""
-
     def continuous(config: EngineConfig, pool: Any, slots: SlotTable) -> Scheduler:
         scheduler = make_scheduler(config, pool, slots)
         scheduler.max_running = batch
         return scheduler
 
-    def static(padded: bool) -> Callable[..., Scheduler]:
-        def make(config: EngineConfig, pool: Any, slots: SlotTable) -> Scheduler:
-            assert config.max_num_batched_tokens
-            return StaticScheduler(
-                pool,
-                slots,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                padded=padded,
-                batch_size=batch,
-            )
-
-        return make
-
-    return {"continuous": continuous, "S1": static(False), "S0": static(True)}
+    return {"continuous": continuous, "S1": static(batch, False), "S0": static(batch, True)}
 
 
 def serve_all(loaded: Loaded, make: Callable[..., Scheduler], rows: list[Any]) -> dict[str, Any]:
@@ -134,7 +113,6 @@ def serve_all(loaded: Loaded, make: Callable[..., Scheduler], rows: list[Any]) -
 
 
 def compare_schedules(loaded: Loaded, batch: int, rows: list[Any], repeats: int) -> dict[str, Any]:
-    """Run every schedule in turn, `repeats` times."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(repeats):
         for name, make in schedulers(batch).items():
@@ -302,8 +280,6 @@ def compare_launches(model: str | None, tokens: int, repeats: int) -> None:
 
     Args:
         model: checkpoint. None means the bundled one.
-        tokens: length of the answer.
-        repeats: turns of each.
     """
     engines = {
         name: LLM(model, max_num_seqs=8, num_scheduler_steps=steps, wait_for_all_programs=True)
@@ -328,9 +304,7 @@ def compare_launches(model: str | None, tokens: int, repeats: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.offline", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = bench_parser("scripts.bench.offline", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="wide")
     parser.add_argument("--batch", type=at_most(1024), default=16)
     parser.add_argument("--requests", type=positive_integer, default=512)
@@ -344,9 +318,6 @@ def main() -> int:
     launches = parser.add_argument_group("launches")
     launches.add_argument("--model", type=checkpoint, help="(default: the bundled model)")
     launches.add_argument("--output-tokens", type=positive_integer, default=600)
-    parser.add_argument(
-        "--json", type=results_file, help="write the results here, and a plot beside it"
-    )
     arguments = parser.parse_args()
     if arguments.tokens < 2 * arguments.batch:
         parser.error(

@@ -37,8 +37,9 @@ import numpy as np
 
 from jaxserve.commands.argument_types import positive_integer
 from jaxserve.scheduling.page_keys import PageKeys
-from jaxserve.settings.config import EngineConfig, prepare_process
-from scripts.lib.argument_types import at_most, new_folder, results_file
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import prepare_process
+from scripts.lib.argument_types import at_most, bench_parser, new_folder
 from scripts.lib.model_shapes import SHAPES
 from scripts.lib.random_checkpoint import random_checkpoint
 from scripts.lib.run_main import run_main
@@ -87,7 +88,6 @@ def hit_rates(rows: int, scale: float, sizes: list[int], slots: list[int]) -> li
     """Return hit rates on the Mooncake rows: the real pool's and an ideal LRU's, at several sizes.
 
     Args:
-        rows: of the trace.
         scale: lengths are divided by it.
         sizes: pages of 16 tokens.
         slots: requests that are served at once, in the trace's order.
@@ -244,11 +244,7 @@ def report_cost(cost: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.prefix",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("scripts.bench.prefix", __doc__)
     parser.add_argument("--part", choices=("hits", "cost"), action="append", help="default: both")
     parser.add_argument("--rows", type=at_most(MILLION), default=1000, help="of the Mooncake trace")
     parser.add_argument(
@@ -261,9 +257,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive_integer, default=10, help="servings of `cost`")
     parser.add_argument("--model", choices=("bundled", *SHAPES), default="wide", help="of cost")
     parser.add_argument("--cache", type=new_folder, help="compilation_cache_dir")
-    parser.add_argument(
-        "--json", type=results_file, help="write the numbers here, beside those there"
-    )
     arguments = parser.parse_args()
     about = about_run()
     parts, holds = arguments.part or ["hits", "cost"], True

@@ -8,42 +8,37 @@ tokens after their prompts, and the share that greedy decoding gets right. Speed
 steps of a random Llama of 4 layers, 768 wide, in float32, at 1 and 16 rows with 64 cached tokens
 each, all modes taking turns. Its ratio is to unquantized weights. The part "experts" does the same
 with a mixture of 32 experts of which a token takes 4, in 2 layers. Embedding and output projection
-are not quantized, in any model. Bits are of the quantized matrices. Writes quantization.json and
-.md in scripts/results. A part that is not run keeps the numbers of an earlier run.
+are not quantized, in any model. Bits are of the quantized matrices as a GPU stores them. Writes
+quantization.json and .md in scripts/results. A part that is not run keeps the numbers of an earlier
+run.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jaxserve import LLM, SamplingParams
 from jaxserve.models import Decoder, parse_model_config, read_model_config
 from jaxserve.models.placed_weight import PlacedWeight
-from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig, bundled_model
 from jaxserve.start.loaded import Loaded
-from jaxserve.start.plan.limits import Limits
-from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.weights import load_weights, random_weights
+from jaxserve.weights import load_weights
 from scripts.bench import offline as bench_offline
+from scripts.bench.random_engine import load_random
 from scripts.demo_model import tasks as demo_tasks
-from scripts.lib.argument_types import at_most
-from scripts.lib.paged_runner import PagedRunner
+from scripts.lib.argument_types import at_most, script_parser
 from scripts.lib.paths import RESULTS
-from scripts.lib.placed_model import start_runner
 from scripts.lib.run_main import run_main
 
 CONTEXT = 64
@@ -62,8 +57,6 @@ MIXTURE = SMALLER | {
     "norm_topk_prob": True,
 }
 MOST_EXAMPLES = 10_000
-# Of a pass over the bundled model.
-MOST_ROWS, MOST_TOKENS, STEP = 16, 192, 1024
 
 
 @dataclass(frozen=True)
@@ -104,32 +97,35 @@ def quality(mode: Mode, tasks: list[demo_tasks.Task]) -> dict[str, Any]:
     """Measure the bundled model: bytes, perplexity of the right answers and their share.
 
     An answer is what greedy decoding gives if and only if each of its tokens, and the end after
-    them, is the most likely one after the earlier tokens: one pass over the right answers suffices.
+    them, is the most likely one after the earlier tokens: scores of the right answers suffice.
     """
+    form = mode.quantization
+    cache: dict[str, Any] = {"kv_cache_dtype": mode.kv_cache_dtype, "enable_prefix_caching": False}
+    losses, right = [], []
+    with LLM(quantization=form, max_num_seqs=16, wait_for_all_programs=True, **cache) as llm:
+        tokenizer, runner = llm.get_tokenizer(), llm._thread.engine.runner
+        questions = [
+            tokenizer.render_chat([{"role": "user", "content": task.prompt}]) for task in tasks
+        ]
+        answers = [[*tokenizer.encode_word(t.answer), tokenizer.eos_token_id] for t in tasks]
+        prompts = [{"prompt_token_ids": q + a} for q, a in zip(questions, answers, strict=True)]
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        for output, question in zip(outputs, questions, strict=True):
+            scores = [next(iter(e.values())) for e in output.prompt_logprobs[len(question) :]]
+            losses += [-score.logprob for score in scores]
+            right.append(all(score.rank == 1 for score in scores))
+        pages = sum(page.nbytes for pair in runner._state.kv for page in pair)
+        weight_bytes, num_pages = runner.weight_bytes, runner.num_pages
+        page_size = llm._thread.engine.config.block_size
     directory = bundled_model()
     config = read_model_config(directory)
-    tokenizer = Tokenizer(directory, config.vocab_size)
-    model = load_weights(directory, config, np.float32, quantization=mode.quantization)
-    runner = PagedRunner(model, num_rows=MOST_ROWS, max_tokens=MOST_TOKENS)
-    if mode.kv_cache_dtype == "fp8":
-        fp8 = jnp.float8_e4m3fn
-        runner.kv = [(k.astype(fp8), v.astype(fp8)) for k, v in runner.kv]
-    losses, right = [], []
-    for batch in batches(tokenizer, tasks):
-        rows = [[*prompt, *answer] for prompt, answer in batch]
-        rows += [[0]] * (MOST_ROWS - len(rows))
-        runner.tokens = [[] for _ in rows]
-        for scores, (prompt, answer) in zip(runner.run(rows, pad_to=STEP), batch, strict=False):
-            shown = scores[len(prompt) - 1 : -1].astype(np.float64)
-            total = np.logaddexp.reduce(shown, axis=1)
-            losses += (total - shown[np.arange(len(answer)), answer]).tolist()
-            right.append(bool((shown.argmax(axis=1) == answer).all()))
-    pages = sum(k.nbytes + v.nbytes for k, v in runner.kv)
+    model = load_weights(directory, config, np.float32, quantization=form)
     return {
         "mode": mode.name,
         "bits_a_weight": bits_a_weight(model),
-        "weight_bytes": sum(leaf.nbytes for leaf in runner._leaves),
-        "kv_bytes_a_token": pages // len(runner.kv[0][0]) // runner.page_size,
+        "weight_bytes": weight_bytes,
+        "kv_bytes_a_token": pages // num_pages // page_size,
         "perplexity": math.exp(statistics.fmean(losses)),
         "accuracy": statistics.fmean(right),
         "examples": len(right),
@@ -154,27 +150,6 @@ def bits_a_weight(model: Decoder) -> float:
     return 8 * stored / count
 
 
-def batches(
-    tokenizer: Tokenizer, tasks: list[demo_tasks.Task]
-) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Yield prompts and answers in tokens, as many at a time as fit into a step."""
-    batch: list[tuple[list[int], list[int]]] = []
-    used = 0
-    for task in tasks:
-        assert tokenizer.eos_token_id is not None
-        prompt = tokenizer.render_chat([{"role": "user", "content": task.prompt}])
-        answer = [*tokenizer.encode_word(task.answer), tokenizer.eos_token_id]
-        length = len(prompt) + len(answer)
-        if length > MOST_TOKENS:
-            continue
-        if len(batch) == MOST_ROWS or used + length > STEP - MOST_ROWS:
-            yield batch
-            batch, used = [], 0
-        batch.append((prompt, answer))
-        used += length
-    yield batch
-
-
 def bench_model(mode: Mode, change: dict[str, Any]) -> Loaded:
     """Make a random model for speed, compiled."""
     shape = bench_offline.COMMON | bench_offline.SHAPES["wide"] | change
@@ -187,13 +162,12 @@ def bench_model(mode: Mode, change: dict[str, Any]) -> Loaded:
         kv_cache_dtype=mode.kv_cache_dtype,
         decode_sizes=ROWS,
         token_sizes=(max(ROWS),),
-    ).resolve("cpu", model_config.max_position_embeddings)
-    model = random_weights(model_config, np.float32, 0, mode.quantization, panels=True)
+    )
     # Greedy decode steps are timed: the sampler is the same in every mode.
-    runner = start_runner(config, model_config, model, greedy_decode=True)
+    weights: dict[str, Any] = {"quantization": mode.quantization, "panels": True}
+    loaded = load_random(config, model_config, greedy_decode=True, **weights)
     print(f"  {mode.name} is compiled", file=sys.stderr, flush=True)
-    limits = Limits(model_config.vocab_size, 1024, (), 0)
-    return Loaded(config, runner, None, limits, SamplingParams())
+    return loaded
 
 
 def speed(modes: list[Mode], change: dict[str, Any], name_of: str) -> list[dict[str, Any]]:
@@ -231,7 +205,6 @@ def speed(modes: list[Mode], change: dict[str, Any], name_of: str) -> list[dict[
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format the results as Markdown."""
     lines = [
         "# Quantization",
         "",
@@ -257,9 +230,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.quantization", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = script_parser("scripts.bench.quantization", __doc__)
     parser.add_argument("--part", action="append", choices=("quality", "speed", "experts"))
     parser.add_argument("--examples", type=at_most(MOST_EXAMPLES), default=20, help="of each task")
     arguments = parser.parse_args()

@@ -17,9 +17,12 @@ import time
 
 from jaxserve.commands.argument_types import positive_integer
 from jaxserve.commands.bench.outcome import Target, Work
+from jaxserve.settings.config import EngineConfig
+from scripts.lib.argument_types import script_parser
 from scripts.lib.paths import ROOT
+from scripts.lib.processes import cpu_seconds
 from scripts.lib.run_main import end_at_sigterm, run_main
-from scripts.lib.server_process import cpu_seconds
+from scripts.lib.served_app import served_app
 
 FORMS = ("own", "kept", "parts")
 AT_ONCE, TOKENS = 16, 128
@@ -31,15 +34,6 @@ HEAD = (
 
 async def serve_full() -> None:
     """Serve the bundled model with every place taken. Print the port."""
-    # Imported here: the client does without JAX.
-    from jaxserve.commands.server import StartOutput, load_models
-    from jaxserve.server.http.app import App
-    from jaxserve.server.http.listener import bind
-    from jaxserve.server.http.process import Process
-    from jaxserve.server.served.specs import ModelSpec
-    from jaxserve.server.settings import ServerConfig
-    from jaxserve.settings.config import EngineConfig
-
     engine = EngineConfig(
         max_num_seqs=2,
         max_num_batched_tokens=32,
@@ -47,20 +41,11 @@ async def serve_full() -> None:
         token_sizes=(32,),
         num_gpu_blocks_override=30,
     )
-    settings = ServerConfig(port=0)
-    models = load_models([ModelSpec(["bench"], "bench", engine)], settings, StartOutput(sys.stderr))
-    admission = models.all[0].admission
-    admission.num_live = admission.num_slots + admission.max_queued
-    process = Process(App(models, settings))
-    try:
-        with bind("127.0.0.1", 0) as listener:
-            serving = asyncio.ensure_future(process.serve(sockets=[listener]))
-            while not process.started:
-                await asyncio.sleep(0.01)
-            print(listener.getsockname()[1], flush=True)
-            await serving
-    finally:
-        models.close()
+    async with served_app(engine) as (model, port, serving):
+        admission = model.admission
+        admission.num_live = admission.num_slots + admission.max_queued
+        print(port, flush=True)
+        await serving
 
 
 def refuse(port: int, form: str, count: int) -> int:
@@ -86,7 +71,7 @@ def refuse(port: int, form: str, count: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.refusals", description=__doc__)
+    parser = script_parser("scripts.bench.refusals", __doc__)
     parser.add_argument("--requests", type=positive_integer, default=20_000, help="of each form")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -32,13 +32,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -48,8 +47,8 @@ from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
-from scripts.lib.argument_types import at_least, results_file
-from scripts.lib.paths import IN_CHECKOUT
+from scripts.lib.argument_types import at_least, bench_parser
+from scripts.lib.processes import run_apart
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 from scripts.lib.trace_rows import read_trace
@@ -94,9 +93,6 @@ class Workload:
 class Device:
     """Simulated device: computes one step after the other beside the host, and waits for more.
 
-    Args:
-        seconds: that each step takes.
-
     Attributes:
         idle, busy: seconds since the first step was submitted.
     """
@@ -126,7 +122,6 @@ class Loop:
 
     Args:
         slots, pages, budget: slots, usable pages and tokens a step.
-        prefix_caching: of the scheduler.
         pack: lays each plan out as the engine would, and returns the words to
             send. None leaves it out.
         max_model_len: positions that each slot has room for.
@@ -192,7 +187,6 @@ class Loop:
         return time.perf_counter() - started
 
     def fill(self, workload: Workload, waiting: int) -> None:
-        """Fill the queue up."""
         for _ in range(waiting - self.scheduler.num_waiting):
             self.scheduler.add(next(workload))
 
@@ -230,11 +224,6 @@ def step_loop(max_model_len: int = MAX_MODEL_LEN) -> Loop:
         return sent if bucket.decode_only else 0
 
     return Loop(slots, 40_000, budget, True, lay, max_model_len)
-
-
-def bench_long(requests: int) -> Result:
-    """Measure like `bench_step`, with slots for 131,072 positions each."""
-    return bench_step(requests, 131_072)
 
 
 def bench_step(requests: int, max_model_len: int = MAX_MODEL_LEN) -> Result:
@@ -347,12 +336,11 @@ def bench_queue(requests: int) -> Result:
     for index in range(steps):
         for name, (loop, workload) in loops.items():
             loop.fill(workload, queues[name])
-            times[name][index] = sum(loop.step()) * 1e6
+            times[name][index] = sum(loop.step())
     result: Result = {}
     for name, waiting in queues.items():
         result[f"{name}_queue"] = waiting
-        result[f"{name}_p50_us"] = np.percentile(times[name], 50)
-        result[f"{name}_p99_us"] = np.percentile(times[name], 99)
+        result |= percentiles(name, times[name])
     result["p99_ratio"] = result["long_p99_us"] / result["short_p99_us"]
     result["peak_rss_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return result
@@ -360,7 +348,7 @@ def bench_queue(requests: int) -> Result:
 
 PARTS = {
     "step": bench_step,
-    "long": bench_long,
+    "long": partial(bench_step, max_model_len=131_072),
     "idle": bench_idle,
     "requests": bench_requests,
     "prefix": bench_prefix,
@@ -389,12 +377,8 @@ GATES = (
 
 
 def run_part(part: str, requests: int) -> Result:
-    """Run one part in a process of its own."""
-    command = [sys.executable, "-m", "scripts.bench.scheduler", "--child", part]
-    command += ["--requests", str(requests)]
-    environment = os.environ | IN_CHECKOUT
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    return json.loads(done.stdout)
+    words = ("--child", part, "--requests", str(requests))
+    return run_apart("scripts.bench.scheduler", *words)
 
 
 def print_table(results: dict[str, Result]) -> bool:
@@ -422,14 +406,9 @@ def print_table(results: dict[str, Result]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.scheduler", description=__doc__.splitlines()[0]
-    )
+    parser = bench_parser("scripts.bench.scheduler", __doc__)
     parser.add_argument("--requests", type=at_least(1000), default=MILLION, help="at least 1,000")
     parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated")
-    parser.add_argument(
-        "--json", type=results_file, help="write the numbers here, beside those there"
-    )
     parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:

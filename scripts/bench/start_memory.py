@@ -17,7 +17,6 @@ Gates, over weights and cache: 600 MiB while programs are compiled, 350 in a war
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -26,11 +25,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.bench.startup import LIMITS, LLAMAS, options, write_llama
-from scripts.lib.argument_types import results_file
+from scripts.bench.startup import LIMITS, LLAMAS, hold, options, write_llama
+from scripts.lib.argument_types import results_file, script_parser
+from scripts.lib.processes import tree
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
 from scripts.lib.server_process import Server, ask, wait_for_programs
@@ -41,20 +40,12 @@ MIB = 1 << 20
 PLANNED = re.compile(r"weights ([\d,]+) bytes; KV cache .*? = ([\d,]+) bytes")
 _IMPORTS = """\
 from pathlib import Path
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.environment import prepare_process
 prepare_process()
 import jax, jaxserve.engine.engine, jaxserve.commands.server
 jax.devices()
 print(Path("/proc/self/status").read_text())
 """
-
-
-def family(pid: int) -> Iterator[int]:
-    """Yield a process and all that descend from it."""
-    yield pid
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            yield from family(int(child))
 
 
 def read_memory(pid: int) -> dict[str, float]:
@@ -93,7 +84,7 @@ class MemoryRecord:
                 continue
             total: dict[str, float] = {}
             try:
-                for pid in family(process.pid):
+                for pid in tree(process.pid):
                     for kind, size in read_memory(pid).items():
                         total[kind] = total.get(kind, 0.0) + size
             except OSError:  # a process has just ended
@@ -101,11 +92,9 @@ class MemoryRecord:
             self.samples.append((time.monotonic(), total))
 
     def peak(self) -> float:
-        """Return the highest sum so far."""
         return max(sample["Pss"] for _, sample in self.samples)
 
     def last(self, seconds: float, kind: str) -> float:
-        """Return the median of the last seconds."""
         since = time.monotonic() - seconds
         return statistics.median(sample[kind] for moment, sample in self.samples if moment > since)
 
@@ -166,19 +155,11 @@ def report(results: dict[str, dict[str, dict[str, float]]]) -> bool:
         for gate, over in overheads(starts).items():
             if over > GATES[gate]:
                 missed.append(f"{model}, {gate}: {over:.0f} MiB over, most {GATES[gate]}")
-    for line in missed:
-        print(f"a gate is MISSED: {line}")
-    if not missed:
-        print("all gates hold")
-    return not missed
+    return hold(missed)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.start_memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("scripts.bench.start_memory", __doc__)
     parser.add_argument("--model", choices=LIMITS, action="append", help="default: bundled")
     parser.add_argument("--json", type=results_file, help="write the numbers here")
     arguments = parser.parse_args()

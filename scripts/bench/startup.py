@@ -39,21 +39,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxserve.commands.argument_types import positive_integer
-from jaxserve.settings.config import prepare_process
-from scripts.lib.argument_types import new_folder, results_file
-from scripts.lib.model_shapes import COMMON, SHAPES
-from scripts.lib.paths import IN_CHECKOUT
+from jaxserve.settings.environment import prepare_process
+from scripts.lib.argument_types import bench_parser, new_folder
+from scripts.lib.model_shapes import COMMON, SHAPES, sizes
+from scripts.lib.processes import run_apart
 from scripts.lib.run_main import run_main
-from scripts.lib.run_record import about_run
-from scripts.lib.server_process import ask, read_metric, wait_for_programs
+from scripts.lib.run_record import about_run, keep
+from scripts.lib.server_process import Server, ask, read_metric, wait_for_programs
 
 # Most seconds until a start is ready, by its kind.
 GATES = {
@@ -70,26 +68,8 @@ STAGES = "imports weights programs warm_up rest ready first_token all_programs".
 WRITTEN = COMMON | {"torch_dtype": "bfloat16", "eos_token_id": 2}
 LLAMAS = {
     "135m": WRITTEN | SHAPES["deep"],
-    "1b": WRITTEN
-    | {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-    },
-    "8b": WRITTEN
-    | {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
+    "1b": WRITTEN | sizes(16, 2048, 32, 8, 8192, vocab_size=128256, head_dim=64),
+    "8b": WRITTEN | sizes(32, 4096, 32, 8, 14336, vocab_size=128256, tie_word_embeddings=False),
 }
 COMPILED = "Finished XLA compilation of"
 COMPILES = ("compiles", "programs_built", "compiles_behind")
@@ -101,13 +81,13 @@ Numbers = dict[str, float]
 def write_llama(model: str, folder: Path) -> str:
     """Write the random Llama of this name unless it is there. Return its folder."""
     # Imported here: a start is timed with its own imports.
-    from scripts.lib.bfloat16_checkpoint import bfloat16_checkpoint
+    from scripts.lib.random_checkpoint import write_checkpoint
 
     if LIMITS[model].get("load_format") == "dummy":  # then the configuration is all that is read
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(LLAMAS[model]))
         return str(folder)
-    return str(bfloat16_checkpoint(LLAMAS[model], folder))
+    return str(write_checkpoint(LLAMAS[model], folder, "bfloat16"))
 
 
 def child(spawned: float, model: str | None, cache: str, limits: dict[str, Any]) -> Numbers:
@@ -175,14 +155,8 @@ def last_program(engine: Any, ready: float) -> float:
 
 
 def start(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
-    """Start an engine once, in a new process."""
     given = json.dumps([time.time(), model, str(cache), limits])
-    command = [sys.executable, "-m", "scripts.bench.startup", "--child", given]
-    environment = os.environ | IN_CHECKOUT
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
-    if done.returncode:
-        raise SystemExit(f"a start ended with {done.returncode}; what it said is above")
-    return json.loads(done.stdout)
+    return run_apart("scripts.bench.startup", "--child", given)
 
 
 def serve(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
@@ -191,32 +165,11 @@ def serve(model: str | None, cache: Path, limits: dict[str, Any]) -> Numbers:
     Compilations of the start are lines of JAX's log, later ones are counted in the server's
     metrics, when it has answered a request and has all its programs.
     """
-    begun = time.time()
-    command = [sys.executable, "-m", "jaxserve", "serve", *filter(None, [model])]
-    command += ["--port", "0", "--compilation-cache-dir", str(cache), *options(limits)]
-    environment = os.environ | {"JAX_LOG_COMPILES": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
-    compiles, last = 0, deque[str](maxlen=20)
-    try:
-        for line in process.stderr:
-            last.append(line)
-            compiles += COMPILED in line
-            if "ready at" in line:
-                ready = time.time() - begun
-                # Read on beside us: a full pipe would stop the server.
-                threading.Thread(target=process.stderr.read, daemon=True).start()
-                after = compiles_after(line.split()[-1])
-                return {
-                    "ready": ready,
-                    "compiles": compiles + after["compiles_after_ready"],
-                } | after
-        process.stderr.close()
-        print("".join(last), end="", file=sys.stderr)
-        raise SystemExit("the server ended before it was ready; its last words are above")
-    finally:
-        process.terminate()
-        process.wait()
+    words = [*filter(None, [model]), "--compilation-cache-dir", str(cache), *options(limits)]
+    with Server(*words, environment=os.environ | {"JAX_LOG_COMPILES": "1"}) as server:
+        compiles, after = server.log().count(COMPILED), compiles_after(server.url)
+    compiles += after["compiles_after_ready"]
+    return {"ready": server.start_seconds, "compiles": compiles} | after
 
 
 def compiles_after(url: str) -> Numbers:
@@ -231,7 +184,6 @@ def compiles_after(url: str) -> Numbers:
 
 
 def options(limits: dict[str, Any]) -> list[str]:
-    """Format settings as options of the command line."""
     words = []
     for name, value in limits.items():
         option = "--" + name.replace("_", "-")
@@ -287,7 +239,6 @@ def measure(
 
 
 def faults(model: str, kind: str, numbers: Numbers) -> list[str]:
-    """List the gates that a start misses."""
     found = []
     most = GATES[model].get(kind)
     if most is not None and numbers["ready"] > most:
@@ -295,6 +246,12 @@ def faults(model: str, kind: str, numbers: Numbers) -> list[str]:
     names = ("compiles_after_ready",) if kind == "cold" else ("compiles_after_ready", *COMPILES)
     found += [f"{name} is {numbers[name]:g}, not 0" for name in names if numbers.get(name)]
     return found
+
+
+def hold(missed: list[str]) -> bool:
+    """Print the missed gates. Return whether all are met."""
+    print("\n".join(f"a gate is MISSED: {line}" for line in missed) or "all gates hold")
+    return not missed
 
 
 def report(results: dict[str, dict[str, Numbers]]) -> bool:
@@ -309,48 +266,24 @@ def report(results: dict[str, dict[str, Numbers]]) -> bool:
             compiles = f"{numbers['compiles']:.0f} + {numbers['compiles_behind']:.0f} behind"
             print(f"{model:<9}{kind:<10}{row}  {compiles}")
             missed += [f"{model}, {kind}: {fault}" for fault in faults(model, kind, numbers)]
-    for line in missed:
-        print(f"a gate is MISSED: {line}")
-    if not missed:
-        print("all gates hold")
-    return not missed
-
-
-def merged(
-    before: dict[str, Any], results: dict[str, dict[str, Numbers]], about: dict[str, Any]
-) -> dict[str, Any]:
-    """Merge results into those of a file, where "runs" has the record of each model's run."""
-    runs = before.get("runs", {})
-    if "machine" in before:  # how files were that said it once for all models
-        runs = dict.fromkeys(before.keys() & GATES, before["machine"]) | runs
-    kinds = {model: before.get(model, {}) | results.get(model, {}) for model in GATES}
-    found = {model: starts for model, starts in kinds.items() if starts}
-    others = {k: v for k, v in before.items() if k not in (*GATES, "machine", "runs")}
-    return others | found | {"runs": runs | dict.fromkeys(results, about)}
+    return hold(missed)
 
 
 def write(path: Path, results: dict[str, dict[str, Numbers]], about: dict[str, Any]) -> None:
-    """Write the results beside earlier ones of the file."""
+    """Write the results beside earlier ones of the file. A model keeps its other kinds."""
     text = path.read_text() if path.is_file() else ""
     before = json.loads(text) if text.strip() else {}
-    path.write_text(json.dumps(merged(before, results, about), indent=2) + "\n")
+    keep(path, {model: before.get(model, {}) | new for model, new in results.items()}, about)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.startup",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("scripts.bench.startup", __doc__)
     parser.add_argument(
         "--model", choices=GATES, action="append", help=f"default: {' and '.join(USUAL)}"
     )
     parser.add_argument("--kind", choices=("cold", "warm", "prebuilt"), action="append")
     parser.add_argument("--repeats", type=positive_integer, default=3)
     parser.add_argument("--folder", type=new_folder, help="keep checkpoints and programs here")
-    parser.add_argument(
-        "--json", type=results_file, help="write the numbers here, beside those there"
-    )
     parser.add_argument("--timelines", type=Path, help="keep those of cold starts in this folder")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -4,7 +4,7 @@
 
 Masks: texts that satisfy JSON schemas, regexes and a grammar are read token by token through
 `Constraint.advance` with a vocabulary of 128k, made of the source of Python's own library. The goal
-is 50 us a token. Forms made to take forever are timed too.
+is 50 us a token.
 
 Throughput: an engine draws `--rows` sequences at temperature 1, free, constrained (a JSON schema
 that never ends within the length), and half of each, first with a random Llama of 137M parameters
@@ -15,9 +15,7 @@ take turns.
 
 from __future__ import annotations
 
-import argparse
 import json
-import random
 import re
 import statistics
 import sysconfig
@@ -36,20 +34,18 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxserve.commands.argument_types import positive_integer
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
-from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loaded import Loaded
 from jaxserve.start.start import load
 from jaxserve.structured import StructuredOutputsParams
-from jaxserve.text.grammars import GrammarError, Grammars
-from scripts.lib.argument_types import at_most, check_room, checkpoint, results_file
+from jaxserve.text.grammars import Grammars
+from scripts.lib.argument_types import at_most, check_room, checkpoint, results_file, script_parser
 from scripts.lib.model_shapes import COMMON, SHAPES
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 
 Report = dict[str, Any]
-Form = dict[str, Any]
 VOCAB = 131_072
 GOAL_US, GOAL_RATIO = 50.0, 0.8
 MOST_ROWS, PROMPT, WIDE_LENGTH = 1024, 24, 512
@@ -127,68 +123,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _words(letters: str, length: int, count: int) -> list[str]:
-    return ["".join(random.Random(number).choices(letters, k=length)) for number in range(count)]
-
-
-def _nested(levels: int) -> Form:
-    """Make a schema each level of which holds the one below twice."""
-    schema: Form = {"type": "integer"}
-    for _ in range(levels):
-        deeper = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-        schema = {"anyOf": [schema, deeper]}
-    return schema
-
-
-def _recursive(schema: Form) -> Form:
-    return {"$ref": "#/$defs/a", "$defs": {"a": schema}}
-
-
-SELF = {"$ref": "#/$defs/a"}
-
-HOSTILE: dict[str, Form] = {
-    "exponential states": {"regex": "(a|b)*a(a|b){16}"},
-    "many wildcards": {"regex": "(.*a){12}.*b.{20}"},
-    "nested counts": {"regex": "((a{1,50}){1,50}){1,50}"},
-    "backtracking": {"regex": "(a|a)*b{1000000}"},
-    "alternatives": {"regex": "|".join(_words("ab", 20, 190))},
-    "classes": {"regex": r"(\w|\d|\s|\p{L}){1,1000}x"},
-    "patterns of keys": {
-        "json": {
-            "type": "object",
-            "patternProperties": {f"^(a|b)*a(a|b){{{n}}}$": {"type": "integer"} for n in range(12)},
-        }
-    },
-    "patterns at once": {
-        "json": {"allOf": [{"type": "string", "pattern": f"a.*{c}.*b"} for c in "cdefghijkl"]}
-    },
-    "long enum": {"json": {"enum": _words("abcdef", 50, 1000)}},
-    "many properties": {
-        "json": {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1000)}}
-    },
-    "doubling": {"json": _nested(5)},
-    "recursive": {
-        "json": _recursive({"anyOf": [{"type": "array", "items": SELF}, {"type": "integer"}]})
-    },
-    "endless": {
-        "json": _recursive({"type": "object", "properties": {"n": SELF}, "required": ["n"]})
-    },
-    "only itself": {"json": _recursive(SELF)},
-    "long text": {"json": {"type": "string", "minLength": 60_000, "maxLength": 60_001}},
-    "multiples": {
-        "json": {"type": "integer", "multipleOf": 99_991, "minimum": 0, "maximum": 10**15}
-    },
-    "unsatisfiable": {"json": {"type": "integer", "minimum": 3, "maximum": 2}},
-    "ambiguous": {"grammar": 'start: start start | "a" | "b"'},
-    "more ambiguous": {"grammar": 'start: x\nx: x x x | x x | "a" | "b" | x "c" x |'},
-    "doubling rules": {
-        "grammar": "start: r0\n"
-        + "\n".join(f'r{n}: r{n + 1} r{n + 1} | "a"' for n in range(1000))
-        + '\nr1000: "b"'
-    },
-}
-
-
 def vocabulary(size: int) -> tuple[str, Callable[[str], list[int]]]:
     """Make a tokenizer of `size` tokens, and the encoding of the tokenizers library.
 
@@ -247,37 +181,6 @@ def mask_cost(grammars: Grammars, encode: Callable[[str], list[int]], repeats: i
             "p99_us": float(np.quantile(times, 0.99)),
         }
     result["mean_us"] = statistics.fmean(result[name]["mean_us"] for name in CASES)
-    return result
-
-
-def hostile_cost(grammars: Grammars, tokens: int = 60) -> Report:
-    """Measure how long hostile forms hold up the caller, and the engine at most a token."""
-    result: Report = {}
-    for name, form in HOSTILE.items():
-        rng, longest, end = random.Random(0), 0.0, "served"
-        started = time.perf_counter()
-        compiled = None
-        try:
-            constraint = grammars.compile(StructuredOutputsParams(**form))
-            compiled = time.perf_counter() - started
-            for _ in range(tokens):
-                bits = np.unpackbits(constraint.words.view(np.uint8), bitorder="little")
-                token = rng.choice(np.flatnonzero(bits[1:]).tolist() or [-1]) + 1
-                before = time.perf_counter()
-                complete = token == 0 or constraint.advance(token)
-                longest = max(longest, time.perf_counter() - before)
-                if complete:
-                    break
-        except InvalidRequest as error:
-            end = f"refused: {error}"
-        except GrammarError as error:
-            end = f"ended: {error}"
-        compiled = time.perf_counter() - started if compiled is None else compiled
-        result[name] = {
-            "compile_ms": compiled * 1e3,
-            "longest_token_ms": longest * 1e3,
-            "end": end[:80],
-        }
     return result
 
 
@@ -383,10 +286,7 @@ def throughput(loaded: Loaded, rows: int, tokens: int, repeats: int) -> Report:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.structured",
-        description=__doc__.splitlines()[0] if __doc__ else None,
-    )
+    parser = script_parser("scripts.bench.structured", __doc__)
     parser.add_argument(
         "--model", type=checkpoint, help="checkpoint folder in place of the bundled model"
     )
@@ -415,7 +315,6 @@ def main() -> int:
     grammars = Grammars(lambda: source, VOCAB, (0,))
     grammars.tokenizer()
     masks = tell("masks", mask_cost(grammars, encode, 20))
-    tell("hostile", hostile_cost(grammars))
     rows, tokens, repeats = options.rows, options.tokens, options.repeats
     large = tell("137M", throughput(wide(rows), rows, max(1, tokens // 5), repeats))
     config = EngineConfig(

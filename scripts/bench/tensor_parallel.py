@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from jaxserve.commands.argument_types import positive_integer
-from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.mesh import make_mesh
 from jaxserve.models import parse_model_config
@@ -27,11 +26,9 @@ from jaxserve.models.shards import Split, check_split
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loaded import Loaded
-from jaxserve.start.plan.limits import Limits
-from jaxserve.weights import random_weights
-from scripts.lib.argument_types import results_file
+from scripts.bench.random_engine import load_random
+from scripts.lib.argument_types import bench_parser
 from scripts.lib.model_shapes import COMMON, SHAPES
-from scripts.lib.placed_model import start_runner
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run, keep
 
@@ -51,12 +48,8 @@ def load(shape: str, devices: int, rows: int) -> Loaded:
         decode_sizes=(rows,),
         token_sizes=(max(rows, PROMPT),),
         tensor_parallel_size=devices,
-    ).resolve("cpu", model_config.max_position_embeddings)
-    placed: dict[str, Any] = {"panels": True, "mesh": make_mesh(devices)}
-    model = random_weights(model_config, np.float32, **placed)
-    runner = start_runner(config, model_config, model)
-    limits = Limits(model_config.vocab_size, PROMPT + ANSWER, (), 0)
-    return Loaded(config, runner, None, limits, SamplingParams())
+    )
+    return load_random(config, model_config, panels=True, mesh=make_mesh(devices))
 
 
 def seconds_of(loaded: Loaded, rows: int) -> float:
@@ -66,17 +59,13 @@ def seconds_of(loaded: Loaded, rows: int) -> float:
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
     for number in range(rows):
         prompt = rng.integers(0, loaded.limits.vocab_size, PROMPT)
-        engine.add(engine.requests.make(prompt, params, request_id=str(number)), _drop)
+        engine.add(engine.requests.make(prompt, params, request_id=str(number)), lambda delta: None)
     while engine.stats().generation_tokens < rows:
         engine.step()
     started = time.perf_counter()
     while engine.has_work:
         engine.step()
     return time.perf_counter() - started
-
-
-def _drop(delta: Delta) -> None:
-    """Drop a delta."""
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -99,13 +88,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = bench_parser("scripts.bench.tensor_parallel", __doc__)
     parser.add_argument("--model", choices=[*SHAPES], default="small")
     parser.add_argument("--devices", type=positive_integer, default=2)
     parser.add_argument("--rows", type=positive_integer, nargs="+", default=[1, 16])
     parser.add_argument("--repeats", type=positive_integer, default=5)
-    parser.add_argument("--json", type=results_file)
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     about = about_run()

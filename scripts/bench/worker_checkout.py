@@ -18,7 +18,7 @@ LOADS = {"one": (1, 4, 32), "eight": (8, 4, 24), "prompts": (4, 120, 1), "mixed"
 def main() -> None:
     """Load a model, report that it is ready, and answer each name of a load with its seconds."""
     # Imported here: `checkouts` imports this file for the names of its loads alone.
-    from jaxserve.settings.config import prepare_process
+    from jaxserve.settings.environment import prepare_process
 
     prepare_process()
     from jaxserve import LLM, SamplingParams

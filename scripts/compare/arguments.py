@@ -17,7 +17,7 @@ from jaxserve.commands.argument_types import (
 )
 from scripts.compare.parts import PARTS
 from scripts.lib import paths
-from scripts.lib.argument_types import integers
+from scripts.lib.argument_types import integers, script_parser
 from scripts.lib.model_shapes import BFLOAT16, SHAPES
 from scripts.lib.trace_rows import first_rows
 
@@ -27,7 +27,6 @@ GOES_ON = 3
 
 
 def _server(text: str) -> tuple[str, str]:
-    """Split `NAME=URL` into both, the URL without the protocol's path."""
     name, _, url = text.partition("=")
     parts = urlsplit(url)
     if not name or parts.scheme not in ("http", "https") or not parts.netloc:
@@ -49,26 +48,21 @@ def _interpreter_of(engines: Collection[str]) -> Callable[[str], tuple[str, Path
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     """Add the options that records must share to be compared, and the number of repeats."""
-    whole = {"type": positive_integer}
-    parser.add_argument("--threads", default=2, help="of each engine (%(default)s)", **whole)
-    parser.add_argument("--rows", default=16, help="most sequences at once (%(default)s)", **whole)
-    parser.add_argument(
-        "--batches", type=integers, default="16", help="rows of the schedules (%(default)s)"
-    )
-    parser.add_argument("--repeats", default=3, help="turns of each (%(default)s)", **whole)
-    parser.add_argument(
-        "--trace", default=96, help="requests of the Azure trace (%(default)s)", **whole
-    )
-    parser.add_argument(
-        "--mixed", default=64, help="requests of mixed lengths (%(default)s)", **whole
-    )
-    parser.add_argument(
-        "--single", default=6, help="requests one after another (%(default)s)", **whole
-    )
-    parser.add_argument("--served", default=60, help="requests under load (%(default)s)", **whole)
-    parser.add_argument(
-        "--rate", type=positive, default=3.0, help="requests a second under load (%(default)s)"
-    )
+    for name, default, about in (
+        ("--threads", 2, "of each engine"),
+        ("--rows", 16, "most sequences at once"),
+        ("--repeats", 3, "turns of each"),
+        ("--trace", 96, "requests of the Azure trace"),
+        ("--mixed", 64, "requests of mixed lengths"),
+        ("--single", 6, "requests one after another"),
+        ("--served", 60, "requests under load"),
+    ):
+        text = f"{about} (%(default)s)"
+        parser.add_argument(name, type=positive_integer, default=default, help=text)
+    batches = "rows of the schedules (%(default)s)"
+    parser.add_argument("--batches", type=integers, default="16", help=batches)
+    rate = "requests a second under load (%(default)s)"
+    parser.add_argument("--rate", type=positive, default=3.0, help=rate)
     parser.add_argument(
         "--goodput",
         nargs="+",
@@ -77,23 +71,15 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:MS",
         help="what a request under load must meet (default: ttft:1000 tpot:50)",
     )
-    parser.add_argument(
-        "--crowds",
-        type=integers,
-        default="1,4,16",
-        help="clients at once, for the curve (%(default)s)",
-    )
+    crowds = "clients at once, for the curve (%(default)s)"
+    parser.add_argument("--crowds", type=integers, default="1,4,16", help=crowds)
 
 
 def make_parser(engines: Collection[str]) -> argparse.ArgumentParser:
-    """Make the parser of the command line.
-
-    Args:
-        engines: names of the engines with an adapter.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.compare",
-        description="jaxserve and other engines on one workload, with the same weights, in one run",
+    """Make the parser of the command line. `engines` are the names of those with an adapter."""
+    parser = script_parser(
+        "scripts.compare",
+        "jaxserve and other engines on one workload, with the same weights, in one run",
     )
     every = ",".join(engines)
     parser.add_argument("--engines", type=some_of(engines), default=every, help=f"of {every}")

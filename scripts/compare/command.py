@@ -33,18 +33,16 @@ from urllib.error import URLError
 
 from scripts.compare import gates, parts, report, verdicts
 from scripts.compare.arguments import GOES_ON, RESULTS, read_options
-from scripts.compare.engine import Engine, Setting
+from scripts.compare.engine import Engine, Setting, Url
 from scripts.compare.engine_jaxserve import Jaxserve, JaxserveSchedules
 from scripts.compare.engine_llamacpp import LlamaCpp
 from scripts.compare.engine_openvino import OpenVino
 from scripts.compare.engine_transformers import Transformers, TransformersContinuous
-from scripts.compare.engine_url import Url
 from scripts.compare.engine_vllm import Vllm
 from scripts.compare.environments import NotInstalled, cache_folder, python_of, versions
 from scripts.compare.parts import PARTS, Plan, Subject
-from scripts.compare.process import Started
+from scripts.compare.process import Servers, Started
 from scripts.compare.results import Results, read_results
-from scripts.compare.servers import Servers
 from scripts.compare.workloads import MAX_LEN
 from scripts.lib.model_shapes import dtype_of, shape_of
 from scripts.lib.random_checkpoint import config_of, random_checkpoint
@@ -78,15 +76,9 @@ PARTS_OF = {
 ONCE = ("agreement", "serve", "curve", "schedules")
 # By model and engine: once too, so that the whole stays short. `mixed` compares them as well.
 SELDOM: dict[tuple[str, str], tuple[str, ...]] = {
-    ("wide", "transformers"): ("trace",),
-    ("wide", "transformers-cb"): ("trace",),
-    ("wide", "llama.cpp"): ("trace",),
-    ("wide", "vllm"): ("trace",),
-    ("wide", "openvino"): ("trace",),
-    ("wide-bf16", "transformers"): ("trace",),
-    ("wide-bf16", "llama.cpp"): ("trace",),
-    ("wide-bf16", "vllm"): ("trace",),
-    ("wide-bf16", "openvino"): ("trace",),
+    (model, engine): ("trace",)
+    for model in ("wide", "wide-bf16")
+    for engine in ("transformers", "transformers-cb", "llama.cpp", "vllm", "openvino")
 }
 NEVER = {
     "transformers": ("mixed", "curve"),
@@ -119,18 +111,21 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def plan_of(options: argparse.Namespace, model: str) -> Plan:
+    names = ("rows", "trace", "mixed", "single", "served", "rate")
     return Plan(
+        **{name: getattr(options, name) for name in names},
         vocabulary=config_of(shape_of(model))["vocab_size"],
-        rows=options.rows,
-        trace=options.trace,
-        mixed=options.mixed,
-        single=options.single,
-        served=options.served,
-        rate=options.rate,
         objectives=dict(options.goodput),
         crowds=tuple(options.crowds),
         batches=tuple(options.batches),
     )
+
+
+def setting_of(model: str, rows: int, threads: int) -> Setting:
+    """Return the settings of all engines. Write the checkpoint where it is not there."""
+    folder = cache_folder()
+    checkpoint = random_checkpoint(shape_of(model), folder / "models")
+    return Setting(checkpoint, rows, MAX_LEN, threads, dtype_of(model), folder)
 
 
 def engines_of(options: argparse.Namespace) -> list[Engine]:
@@ -199,19 +194,10 @@ class Comparison:
         print(f"[{time.monotonic() - self._begin:6.0f} s] {text}", flush=True)
 
     def setting(self, model: str, engine: Engine) -> Setting:
-        options = self._options
-        folder = cache_folder()
-        rows = options.rows
+        rows = self._options.rows
         if isinstance(engine, JaxserveSchedules):
-            rows = max(options.batches)
-        return Setting(
-            model=random_checkpoint(shape_of(model), folder / "models"),
-            rows=rows,
-            max_len=MAX_LEN,
-            threads=options.threads,
-            dtype=dtype_of(model),
-            folder=folder,
-        )
+            rows = max(self._options.batches)
+        return setting_of(model, rows, self._options.threads)
 
     def start(self, engine: Engine, model: str) -> Started:
         """Install the engine and convert the checkpoint where that was not done. Return its server.
@@ -313,7 +299,6 @@ class Comparison:
             self.say(f"  {name} took {record['took_seconds']} s  {shown}")
 
     def judge(self) -> None:
-        """Judge every answer that has no logit gaps yet."""
         if self._is_judge_gone or not verdicts.waiting(self._results):
             return
         try:
@@ -329,7 +314,6 @@ class Comparison:
 
 
 def _last_words(error: Exception) -> str:
-    """Shorten an error to one line: the last that a process wrote, or the error itself."""
     said = getattr(error, "stderr", None) or str(error)
     text = said.decode(errors="replace") if isinstance(said, bytes) else said
     return (text.strip().splitlines()[-1:] or ["failed"])[0][-500:]

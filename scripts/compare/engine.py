@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scripts.lib.paths import IN_CHECKOUT
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -66,15 +68,28 @@ class Engine:
         """Convert the checkpoint, once."""
 
     def command(self, python: Path, setting: Setting, port: int) -> list[str]:
-        """Return the server's command line."""
         raise NotImplementedError
 
     def environment(self, python: Path, setting: Setting) -> dict[str, str]:
-        """Return environment variables of the server, besides our own."""
-        return {}
+        """Return variables of the server besides our own: by default, to find these modules."""
+        return IN_CHECKOUT
 
     def settle(self, url: str) -> None:
         """Wait until a server that answers becomes no faster."""
+
+
+@dataclass(frozen=True)
+class Url(Engine):
+    """Server that is not started here, so start-up and memory are not measured.
+
+    Attributes:
+        base_url: without /v1.
+    """
+
+    name: str = "url"
+    title: str = "server at --url"
+    base_url: str = ""
+    settings: str = "as its owner started it"
 
 
 def module_command(python: Path, name: str) -> list[str]:

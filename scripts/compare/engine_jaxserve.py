@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from scripts.compare.engine import Engine, Setting, worker
-from scripts.lib.paths import IN_CHECKOUT
 from scripts.lib.server_process import wait_for_programs
 
 
@@ -28,9 +27,6 @@ class Jaxserve(Engine):
             *("--max-num-queued-reqs", "65536", "--max-queued-prompt-tokens", "67108864"),
             *("--queue-timeout", "3600", "--request-timeout", "3600"),
         ]
-
-    def environment(self, python: Path, setting: Setting) -> dict[str, str]:
-        return IN_CHECKOUT
 
     def settle(self, url: str) -> None:
         """Wait for the programs that are compiled behind the first answers."""

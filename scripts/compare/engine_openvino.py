@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.compare.engine import Engine, Setting, worker
-from scripts.lib.paths import IN_CHECKOUT
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,3 @@ class OpenVino(Engine):
     def command(self, python: Path, setting: Setting, port: int) -> list[str]:
         folder = str(self._folder(setting))
         return worker(python, "worker_openvino", setting, port, "--converted", folder)
-
-    def environment(self, python: Path, setting: Setting) -> dict[str, str]:
-        return IN_CHECKOUT

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.compare.engine import Engine, Setting, worker
-from scripts.lib.paths import IN_CHECKOUT
 
 # torch first and alone, so that a CPU build can be picked by pip's settings.
 REQUIREMENTS = (("torch==2.13.0",), ("transformers==5.23.0", "psutil"))
@@ -23,9 +22,6 @@ class Transformers(Engine):
 
     def command(self, python: Path, setting: Setting, port: int) -> list[str]:
         return worker(python, "worker_transformers", setting, port, "--mode", self.mode)
-
-    def environment(self, python: Path, setting: Setting) -> dict[str, str]:
-        return IN_CHECKOUT
 
 
 @dataclass(frozen=True)

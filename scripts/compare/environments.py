@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxserve.settings.config import user_cache_dir
+from jaxserve.settings.environment import user_cache_dir
 from scripts.compare.engine import Engine
 
 

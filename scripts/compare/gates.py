@@ -75,7 +75,6 @@ class Gate:
 
 
 def gates(data: dict[str, Any]) -> list[Gate]:
-    """Compute every ratio that there are numbers for."""
     rows = []
     records = data["records"]
     for model in models_of(data):

@@ -13,9 +13,7 @@ llama.cpp is built by `python -m scripts.compare --prepare`, and gets as many sl
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 import statistics
 import subprocess
 import tempfile
@@ -25,21 +23,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 from jaxserve.commands.argument_types import positive_integer
 from scripts.compare.engine import Setting
 from scripts.compare.engine_llamacpp import GREEDY, LlamaCpp
 from scripts.compare.environments import python_of
 from scripts.compare.random_gguf import FIELDS, write_random
-from scripts.lib.argument_types import results_file
+from scripts.lib.argument_types import results_file, script_parser
+from scripts.lib.processes import peak_bytes
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
-from scripts.lib.server_process import Server, ask, free_port, wait_for_programs
+from scripts.lib.server_process import Server, Serving, ask, free_port, wait_for_programs
 
 TOKENS, STREAMS, MANY, LENGTH, THREADS = 128, 7, 16, 580, 2
-START_S = 120
 Row = dict[str, Any]
 """What is measured, by name; see `COLUMNS`."""
 COLUMNS = {
@@ -66,35 +62,14 @@ def serving(engine: str, file: Path, cache: Path) -> Iterator[tuple[str, subproc
     setting = Setting(file, MANY, 2048, THREADS, "float32", cache)
     command = made.command(python_of(made, {}), setting, port)
     command[command.index("-m") + 1] = str(file)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            wait_until_ready(f"http://127.0.0.1:{port}/health")
-            yield f"http://127.0.0.1:{port}", process
-        finally:
-            process.terminate()
-
-
-def wait_until_ready(url: str) -> None:
-    """Ask until the answer is good.
-
-    Raises:
-        TimeoutError: it is not after `START_S` seconds.
-    """
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        try:
-            with urlopen(url, timeout=5):
-                return
-        except (URLError, OSError):
-            time.sleep(0.02)
-    raise TimeoutError(f"{url} gives no good answer")
+    with Serving(command, f"http://127.0.0.1:{port}") as server:
+        yield server.url, server.process
 
 
 def measured(engine: str, file: Path, cache: Path) -> Row:
-    """Start a server, and measure it."""
     began = time.monotonic()
     with serving(engine, file, cache) as (url, process):
-        ready, start = time.monotonic() - began, peak_mib(process)
+        ready, start = time.monotonic() - began, peak_bytes(process.pid) / 2**20
         model = ask(f"{url}/v1/models")["data"][0]["id"]
         if engine == "jaxserve":
             wait_for_programs(url)
@@ -117,14 +92,7 @@ def measured(engine: str, file: Path, cache: Path) -> Row:
         answer(list(range(1000, 1000 + LENGTH)), 1)
         first = time.monotonic() - began
         row = {"ready_s": ready, "single": single, "many": many, "first_s": first}
-        return row | {"start_mib": start, "peak_mib": peak_mib(process)}
-
-
-def peak_mib(process: subprocess.Popen[bytes]) -> float:
-    """Return the largest resident memory that a process has had, or 0 if it has ended."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    peak = re.search(r"VmHWM:\s+(\d+)", status)
-    return int(peak[1]) / 1024 if peak else 0.0
+        return row | {"start_mib": start, "peak_mib": peak_bytes(process.pid) / 2**20}
 
 
 def median(rows: list[Row]) -> Row:
@@ -135,7 +103,6 @@ def median(rows: list[Row]) -> Row:
 
 
 def compare(file: Path, repeats: int) -> list[Row]:
-    """Measure both servers in turn on a file."""
     found: dict[str, list[Row]] = {engine: [] for engine in ENGINES}
     with tempfile.TemporaryDirectory() as cache:
         for _ in range(repeats):
@@ -149,7 +116,6 @@ def compare(file: Path, repeats: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the medians as Markdown."""
     names = {"cold_s": "first start, s", **COLUMNS}
     lines = [f"| file | server | {' | '.join(names.values())} |", "|---" * (len(names) + 2) + "|"]
     for row in rows:
@@ -159,9 +125,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.compare.gguf_files", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = script_parser("scripts.compare.gguf_files", __doc__)
     parser.add_argument("file", nargs="*", type=Path)
     parser.add_argument("--random", action="append", default=[], choices=[*FIELDS])
     parser.add_argument("--repeats", type=positive_integer, default=3)

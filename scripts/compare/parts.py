@@ -141,26 +141,23 @@ def agreement(subject: Subject, plan: Plan) -> dict[str, Any]:
 
 
 def _ids(text: str) -> list[int]:
-    """Parse ids from text of the vocabulary that `checkpoint` writes.
-
-    Special tokens have no text.
-    """
     return [int(number) for number in _WORD.findall(text)]
 
 
+def _timed(subject: Subject, works: Sequence[Work], most: int | None = None) -> dict[str, Any]:
+    return _speeds(*subject.load(works, most=most))
+
+
 def single(subject: Subject, plan: Plan) -> dict[str, Any]:
-    run, cpu = subject.load(workloads.single(plan.vocabulary, plan.single), most=1)
-    return _speeds(run, cpu)
+    return _timed(subject, workloads.single(plan.vocabulary, plan.single), most=1)
 
 
 def trace(subject: Subject, plan: Plan) -> dict[str, Any]:
-    run, cpu = subject.load(workloads.trace(plan.vocabulary, plan.trace))
-    return _speeds(run, cpu)
+    return _timed(subject, workloads.trace(plan.vocabulary, plan.trace))
 
 
 def mixed(subject: Subject, plan: Plan) -> dict[str, Any]:
-    run, cpu = subject.load(workloads.mixed(plan.vocabulary, plan.mixed))
-    return _speeds(run, cpu)
+    return _timed(subject, workloads.mixed(plan.vocabulary, plan.mixed))
 
 
 def serve(subject: Subject, plan: Plan) -> dict[str, Any]:
@@ -174,8 +171,8 @@ def curve(subject: Subject, plan: Plan) -> dict[str, Any]:
     """Measure the throughput of so many clients, each of which sends again once answered."""
     points = {}
     for clients in plan.crowds:
-        run, cpu = subject.load(workloads.crowd(plan.vocabulary, clients), most=clients)
-        points[str(clients)] = _speeds(run, cpu)
+        works = workloads.crowd(plan.vocabulary, clients)
+        points[str(clients)] = _timed(subject, works, most=clients)
     return {"points": points}
 
 
@@ -186,8 +183,7 @@ def schedules(subject: Subject, plan: Plan) -> dict[str, Any]:
     for rows in plan.batches:
         for name in ("continuous", "S0"):
             ask(subject.url + "/schedule", {"schedule": name, "rows": rows})
-            run, cpu = subject.load(works)
-            record = _speeds(run, cpu)
+            record = _timed(subject, works)
             if rows == plan.rows:
                 record["timeline"] = spans(ask(subject.url + "/timeline"), rows)
             table[f"{name} {rows}"] = record

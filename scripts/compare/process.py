@@ -1,4 +1,4 @@
-"""Process of a server and all it started: up, watched, down."""
+"""Processes of the servers that are compared: watched, paused, and stopped."""
 
 from __future__ import annotations
 
@@ -8,61 +8,27 @@ import subprocess
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
-from urllib.error import URLError
-from urllib.request import urlopen
+
+from scripts.compare.engine import Engine
+from scripts.lib.processes import cpu_seconds, memory_bytes, tree
+from scripts.lib.server_process import Serving
 
 START_S, STOP_S, LOOK_S = 600, 10, 0.25
-TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
-def tree(root: int) -> list[int]:
-    """List a process and its descendants (Linux only)."""
-    found = [root]
-    for pid in found:
-        try:
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                found += [int(child) for child in (task / "children").read_text().split()]
-        except OSError:  # it has ended
-            continue
-    return found
-
-
-def memory_bytes(pids: list[int]) -> int:
-    """Count resident bytes, pages that are shared between them counted in each."""
-    return sum(int(fields[21]) * PAGE for fields in map(_stat, pids) if fields)
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    """Sum CPU time of living processes and of their ended children."""
-    return sum(sum(map(int, fields[11:15])) for fields in map(_stat, pids) if fields) / TICKS
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-class Started:
-    """A server that was started and answers, as a context manager.
+class Started(Serving):
+    """A server whose memory is watched, and which can be paused. /health says that it is ready.
 
     Args:
-        command: its command line.
         environment: variables to add to ours.
-        url: without /v1. /health is polled until it answers.
-        log: file for its output.
         threads: number of cores that it may use, by default all of ours.
 
     Attributes:
-        start_seconds: from the start of the process to the first answer of /health.
-
-    Raises:
-        RuntimeError: on entering, with the end of the log: it did not come up.
+        peak_bytes: the highest sum of resident bytes of the server and its descendants so far.
     """
 
     def __init__(
@@ -73,55 +39,25 @@ class Started:
         log: Path,
         threads: int | None = None,
     ) -> None:
-        self._command, self._environment = command, environment
+        variables = os.environ | environment
+        super().__init__(command, url, environment=variables, log=log, start_s=START_S)
         self._cores = sorted(os.sched_getaffinity(0))[:threads]
-        self.url, self._log = url, log
-        self._stack = ExitStack()
         self._is_over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._is_paused = False
-        self.start_seconds = 0.0
         self.peak_bytes = 0
 
     def __enter__(self) -> Self:
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
-        log = self._stack.enter_context(self._log.open("wb"))
-        begin = time.perf_counter()
-        self.process = subprocess.Popen(
-            self._command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=os.environ | self._environment,
-            start_new_session=True,
-        )
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        return super().__enter__()
+
+    def _has_begun(self) -> None:
+        self._watcher.start()
         # Before it makes threads: some engines have no setting for their number.
         os.sched_setaffinity(self.process.pid, self._cores)
-        self._stack.callback(self._stop)
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
-        try:
-            self._wait(begin)
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def _wait(self, begin: float) -> None:
-        while time.perf_counter() - begin < START_S:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"ended with {self.process.returncode}: {self.last_words()}")
-            try:
-                with urlopen(self.url + "/health", timeout=5):
-                    self.start_seconds = time.perf_counter() - begin
-                    return
-            except (URLError, OSError):
-                time.sleep(0.05)
-        raise RuntimeError(f"not ready after {START_S} s: {self.last_words()}")
 
     def last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return " | ".join(lines[-3:])[-500:]
+        return " | ".join(self.log().strip().splitlines()[-3:])[-500:]
 
     def _watch(self) -> None:
         while not self._is_over.wait(LOOK_S):
@@ -148,11 +84,14 @@ class Started:
                 os.kill(pid, sign)
 
     def cpu_seconds(self) -> float:
-        """Count CPU seconds spent so far by the server and all it started."""
-        return cpu_seconds(tree(self.process.pid))
+        total = 0.0
+        for pid in tree(self.process.pid):
+            with suppress(OSError):
+                total += cpu_seconds(pid, with_ended=True)
+        return total
 
-    def _stop(self) -> None:
-        """Stop it with all its descendants."""
+    def stop(self) -> int:
+        """Stop it with all its descendants. Return its exit status, or 0 if it cannot be ended."""
         self._is_over.set()
         self._watcher.join()
         pids = tree(self.process.pid)
@@ -167,11 +106,53 @@ class Started:
                 continue
             if sign == signal.SIGTERM:
                 time.sleep(0.2)
+        return self.process.returncode or 0
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+
+class Servers:
+    """Servers that repeats share: starting anew takes some engines longer than a part.
+
+    As a context manager: whatever was started ends with it.
+    `make` returns the server of an engine and a model, not started yet.
+    """
+
+    def __init__(self, make: Callable[[Engine, str], Started]) -> None:
+        self._make = make
+        self._model = ""
+        self._kept: dict[str, Started] = {}
+
+    @contextmanager
+    def awake(self, engine: Engine, model: str) -> Iterator[tuple[Started, bool]]:
+        """Wake the engine's server. Yield it and whether it is new, and halt it afterwards.
+
+        Servers of another model end first. One that has ended by itself is started anew.
+
+        Raises:
+            NotInstalled: it cannot be had here.
+            RuntimeError: it did not come up.
+        """
+        if model != self._model:
+            self._end()
+            self._model = model
+        server = self._kept.get(engine.name)
+        is_new = server is None or not server.is_alive
+        if server is None or not server.is_alive:
+            server = self._make(engine, model)
+            server.__enter__()
+            self._kept[engine.name] = server
+        server.go_on()
+        try:
+            yield server, is_new
+        finally:
+            server.pause()
+
+    def _end(self) -> None:
+        for server in self._kept.values():
+            server.__exit__(None, None, None)
+        self._kept.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()

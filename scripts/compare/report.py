@@ -78,7 +78,6 @@ def model_table(data: dict[str, Any], model: str) -> list[str]:
 
 
 def gate_table(data: dict[str, Any]) -> list[str]:
-    """Tabulate one row a ratio and model."""
     lines = ["| output tokens/s, ratio | measured | wanted | |", "|---|---|---|---|"]
     for gate in gates(data):
         verdict = "met" if gate.is_met else "**not met**"
@@ -108,7 +107,6 @@ def behind(data: dict[str, Any], rivals: int | None = None) -> list[str]:
     """List, a line a model, where others are ahead of ours, which, and how many times.
 
     Args:
-        data: the results.
         rivals: number of engines, the farthest ahead first. None means all.
     """
     lines = []
@@ -227,7 +225,6 @@ def _repeats_words(data: dict[str, Any]) -> str:
 
 
 def table(data: dict[str, Any]) -> str:
-    """Format the whole report as Markdown."""
     settings = data["settings"]
     text = [
         "# Engines compared",
@@ -289,7 +286,6 @@ def readme_part(data: dict[str, Any], results: str) -> list[str]:
 
 
 def paths(json_path: Path) -> tuple[Path, dict[str, Path]]:
-    """Name the table and the plots that go with a results file."""
     names = ("curve", "latency", "slots")
     return json_path.with_suffix(".md"), {
         name: json_path.with_name(f"{json_path.stem}_{name}.png") for name in names
@@ -297,7 +293,6 @@ def paths(json_path: Path) -> tuple[Path, dict[str, Path]]:
 
 
 def write(data: dict[str, Any], json_path: Path) -> None:
-    """Write the table and the plots beside the results."""
     markdown, images = paths(json_path)
     markdown.write_text(table(data))
     plots.curve(data, images["curve"])

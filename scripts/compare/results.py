@@ -21,7 +21,6 @@ class Results:
     """Results of a comparison, written after each part so that a run can go on later.
 
     Args:
-        path: the JSON file.
         settings: must be equal for records to be comparable.
         resume: take the records of the file, if its settings are equal. Engines that could not
             be installed are tried again.

@@ -12,7 +12,6 @@ resident bytes up to there. Medians of the turns are printed and stored.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -25,30 +24,22 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from jaxserve.commands.argument_types import positive_integer, some_of
-from jaxserve.settings.config import prepare_process
-from scripts.compare.command import ENGINES, first_model
+from jaxserve.settings.environment import prepare_process
+from scripts.compare.arguments import MODELS
+from scripts.compare.command import ENGINES, first_model, setting_of
 from scripts.compare.engine import Engine, Setting
-from scripts.compare.environments import NotInstalled, cache_folder, python_of, versions
-from scripts.compare.process import Started, memory_bytes, tree
+from scripts.compare.environments import NotInstalled, python_of, versions
+from scripts.compare.process import Started
 from scripts.lib import paths
-from scripts.lib.argument_types import results_file
-from scripts.lib.model_shapes import BFLOAT16, SHAPES, dtype_of, shape_of
-from scripts.lib.random_checkpoint import random_checkpoint
+from scripts.lib.argument_types import results_file, script_parser
+from scripts.lib.processes import memory_bytes, tree
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.run_record import about_run
 from scripts.lib.server_process import free_port
 
 USUAL = "jaxserve,llama.cpp,openvino,vllm"
-MODELS = (*SHAPES, *(shape + BFLOAT16 for shape in SHAPES))
-ROWS, MAX_LEN, THREADS = 16, 1024, 2
+ROWS, THREADS = 16, 2
 Numbers = dict[str, float]
-
-
-def setting_of(model: str) -> Setting:
-    """Return the settings of all engines. Write the checkpoint where it is not there."""
-    folder = cache_folder()
-    checkpoint = random_checkpoint(shape_of(model), folder / "models")
-    return Setting(checkpoint, ROWS, MAX_LEN, THREADS, dtype_of(model), folder)
 
 
 def start(engine: Engine, python: Path, setting: Setting, caches: Path) -> Numbers:
@@ -128,7 +119,6 @@ def medians(found: list[tuple[str, str, Numbers | str]]) -> dict[str, dict[str, 
 
 
 def show(model: str, table: dict[str, dict[str, Numbers | str]]) -> None:
-    """Print a table of a model."""
     print(f"{model:<12}{'':<18}{'ready, s':>10}{'answer, s':>11}{'peak, MiB':>11}")
     for name, kinds in table.items():
         for kind, value in kinds.items():
@@ -140,11 +130,7 @@ def show(model: str, table: dict[str, dict[str, Numbers | str]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.compare.starts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("scripts.compare.starts", __doc__)
     parser.add_argument("--engines", type=some_of(ENGINES), default=USUAL, help="(%(default)s)")
     parser.add_argument(
         "--models", type=some_of(MODELS), default="small,deep", help="(%(default)s)"
@@ -153,7 +139,7 @@ def main() -> int:
     parser.add_argument("--json", type=results_file, default=paths.RESULTS / "compare_starts.json")
     arguments = parser.parse_args()
     prepare_process()
-    settings = {model: setting_of(model) for model in arguments.models}
+    settings = {model: setting_of(model, ROWS, THREADS) for model in arguments.models}
     engines, about = installed(arguments.engines, list(settings.values()))
     results: dict[str, Any] = {"about": about_run(), "engines": about}
     for model, setting in settings.items():

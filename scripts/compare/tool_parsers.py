@@ -11,7 +11,6 @@ disagreement. The judgements of kinds are written by hand in that page, and each
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -31,6 +30,7 @@ from jaxserve.server.tool_calls.formats import THINKING_FORMATS
 from scripts.compare.engine import Engine, module_command
 from scripts.compare.engine_vllm import NEEDED
 from scripts.compare.environments import NotInstalled, python_of
+from scripts.lib.argument_types import script_parser
 from scripts.lib.paths import IN_CHECKOUT, RESULTS, ROOT
 from scripts.lib.run_main import run_main
 
@@ -85,12 +85,10 @@ HEADINGS = (
 
 
 def bare(text: str) -> str:
-    """Return a text without white space."""
     return "".join(text.split())
 
 
 def is_error(answer: Answer) -> bool:
-    """Return whether there is an error in the answer's place."""
     return "error" in answer
 
 
@@ -181,7 +179,6 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def read_ours(dialect: dict[str, Any], output: dict[str, Any]) -> Answer:
-    """Return our reader's answer to an output."""
     reader = answer_reader(
         dialect["tool_call_parser"],
         dialect["reasoning_parser"],
@@ -199,7 +196,6 @@ def tally_of(dialect: dict[str, Any], ours: list[Answer], theirs: list[Any] | st
     """Return a dialect's disagreements.
 
     Args:
-        dialect: of the corpus.
         ours: answer to each output.
         theirs: answers of vLLM to each, whole and streamed, or the reason why they are missing.
     """
@@ -223,7 +219,6 @@ def tally_of(dialect: dict[str, Any], ours: list[Answer], theirs: list[Any] | st
 
 
 def rows(tallies: dict[str, Tally]) -> list[str]:
-    """Return the lines of the table."""
     lines = [
         "| dialect | outputs | vLLM whole, not as ours | vLLM streamed, not as whole | errors |",
         "|---|---:|---:|---:|---:|",
@@ -279,7 +274,6 @@ def paragraphs(
 
 
 def page(tallies: dict[str, Tally], version: str, earlier: str = "") -> str:
-    """Return the results' page, with the judgements of an earlier page."""
     whole, streamed = judgements(earlier)
     parts = [
         "# vLLM's parsers of calls and thoughts, beside ours",
@@ -314,10 +308,7 @@ def read_theirs(python: Path, dialects: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Compare, write the page, and print the sums. Return the status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.compare.tool_parsers", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = script_parser("scripts.compare.tool_parsers", __doc__)
     parser.add_argument(
         "--python", type=Path, help="interpreter that has vLLM (default: one is installed, once)"
     )

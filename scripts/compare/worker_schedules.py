@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from jaxserve.settings.config import EngineConfig, prepare_process
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import prepare_process
 
 prepare_process()
 
@@ -24,7 +25,7 @@ from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.start.loaded import Loaded
 from jaxserve.start.start import load
 from scripts.compare.worker_http import Front, Job, arguments
-from scripts.lib.static_scheduler import StaticScheduler
+from scripts.lib.static_scheduler import static
 
 CONTINUOUS, S0, S1 = "continuous", "S0", "S1"
 
@@ -50,14 +51,7 @@ class Schedules:
                 scheduler = make_scheduler(config, pool, slots)
                 scheduler.max_running = rows
                 return scheduler
-            assert config.max_num_batched_tokens
-            return StaticScheduler(
-                pool,
-                slots,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                padded=name == S0,
-                batch_size=rows,
-            )
+            return static(rows, name == S0)(config, pool, slots)
 
         self.engine = Engine(self._loaded, scheduler=make)
         self.timeline = []

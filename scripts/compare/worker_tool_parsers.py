@@ -111,7 +111,6 @@ class Dialect:
         return parser, request, prompt
 
     def whole(self, start: str, text: str) -> Answer:
-        """Return vLLM's answer to a whole text."""
         parser, request, prompt = self._open(start)
         parser.set_prompt_token_ids(prompt)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -183,7 +182,6 @@ def read_all(dialects: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the outputs' file, write that of the answers."""
     source, target = (Path(argument) for argument in sys.argv[1:3])
     # Parsers log a traceback for every output that they cannot read.
     logging.disable(logging.CRITICAL)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -27,7 +28,6 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-CONTROL, NORMAL, UNKNOWN = 3, 1, 2
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -61,17 +61,26 @@ def add_fields(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
-    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    words = sorted(vocabulary, key=vocabulary.__getitem__)
-    types = [UNKNOWN, CONTROL, CONTROL] + [NORMAL] * (len(words) - 3)
+def add_tokenizer(
+    writer: gguf.GGUFWriter, words: list[str], kinds: Sequence[gguf.TokenType] = ()
+) -> None:
+    """Add a vocabulary, which begins with <unk>, <s> and </s>. `kinds` are of the words behind."""
+    kind = gguf.TokenType
+    types = [kind.UNKNOWN, kind.CONTROL, kind.CONTROL, *kinds]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(words)
     writer.add_token_scores([0.0] * len(words))
-    writer.add_token_types(types)
+    writer.add_token_types([*types, *[kind.NORMAL] * (len(words) - len(types))])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def main() -> None:
@@ -82,7 +91,8 @@ def main() -> None:
     types = gguf.LlamaFileType
     writer.add_file_type(types.ALL_F32 if dtype == "float32" else types.MOSTLY_BF16)
     add_fields(writer, config)
-    add_tokenizer(writer, folder)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    add_tokenizer(writer, sorted(vocabulary, key=vocabulary.__getitem__))
     with safe_open(folder / "model.safetensors", "np") as tensors:
         for name in tensors.keys():  # noqa: SIM118 (not a dict)
             values = tensors.get_tensor(name)
@@ -97,10 +107,7 @@ def main() -> None:
                 kind = gguf.GGMLQuantizationType.BF16
                 values = gguf.quants.quantize(values, kind)
             writer.add_tensor(gguf_name(name), values, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     partial.rename(path)
 
 

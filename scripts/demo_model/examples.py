@@ -64,10 +64,7 @@ def encode(tokenizer: Tokenizer, label: str, turns: Sequence[Task]) -> Example:
 
 
 def drill(rng: random.Random, vocab: int, longest: int) -> Example:
-    """Draw random tokens in which earlier stretches come back.
-
-    Their repeated tokens are scored.
-    """
+    """Draw random tokens in which earlier stretches come back. Repeated tokens are scored."""
     length = round(math.exp(rng.uniform(math.log(64), math.log(longest))))
     tokens, scored = [BOS], [False]
     while len(tokens) < length:

@@ -45,12 +45,10 @@ Generator = Callable[[random.Random, int | None], Task]
 
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:
-    """Draw an integer in [low, high] with short values as likely per octave as long ones."""
     return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 
 def _filler_sentence(rng: random.Random) -> str:
-    """Draw a sentence of 6 to 9 words without a name, so that no question asks about it."""
     kind = rng.randrange(3)
     first, second = rng.sample(WORDS, 2)
     colour, other = rng.choice(COLOURS), rng.choice(COLOURS)
@@ -62,10 +60,6 @@ def _filler_sentence(rng: random.Random) -> str:
 
 
 def _filler(rng: random.Random, words: int) -> list[str]:
-    """Draw sentences holding about ``words`` words in all.
-
-    None for a count below one sentence.
-    """
     sentences: list[str] = []
     count = 0
     while count + 4 <= words:
@@ -75,7 +69,6 @@ def _filler(rng: random.Random, words: int) -> list[str]:
 
 
 def _filler_budget(rng: random.Random, length: int | None, used: int) -> int:
-    """Count the words of filler that bring a prompt of ``used`` words up to ``length``."""
     if length is None:
         length = _log_uniform(rng, used + 1, LONGEST_FILLER_WORDS)
     return max(0, length - used)

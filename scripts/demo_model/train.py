@@ -5,14 +5,10 @@
 Writes a Llama checkpoint in the plain Hugging Face layout (config, tokenizer with chat template,
 safetensors weights) and a model card holding the accuracies measured on held-out examples.  The
 run stops after ``--steps`` updates, so it is reproducible. ``--minutes`` is only a safety stop.
-
-Shape names: B batch, T tokens, L layers, D hidden, N query heads, K kv heads, H head dim,
-F mlp, V vocab.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -42,7 +38,7 @@ from scripts.demo_model.examples import (
 )
 from scripts.demo_model.network import Config, Llama, seed_circuits, seed_embeddings
 from scripts.demo_model.tokenizer import build_tokenizer, word_pairs
-from scripts.lib.argument_types import new_folder
+from scripts.lib.argument_types import new_folder, script_parser
 from scripts.lib.paths import ROOT
 from scripts.lib.run_main import run_main
 
@@ -146,9 +142,7 @@ def rated(tokenizer: Tokenizer, model: Llama, seed: int) -> list[Score]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.demo_model.train", description="Train the demonstration checkpoint."
-    )
+    parser = script_parser("scripts.demo_model.train", __doc__)
     default = ROOT / "jaxserve" / "demo_model"
     parser.add_argument("--out", type=new_folder, default=str(default), help="folder to write")
     parser.add_argument(

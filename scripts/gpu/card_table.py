@@ -14,7 +14,6 @@ def main_kernel(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def spills(row: dict[str, Any]) -> int:
-    """Sum the bytes that the kernels of a case spill."""
     return sum(kernel["spill_bytes"] for kernel in row["kernels"])
 
 
@@ -41,11 +40,7 @@ def card_faults(rows: list[dict[str, Any]], limits: DeviceLimits) -> list[str]:
     return found
 
 
-def _kernel_cell(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "-"
-    if "error" in row:
-        return "**fails**"
+def _kernel_cell(row: dict[str, Any]) -> str:
     if not row["kernels"]:
         return "XLA"
     kernel, lost = main_kernel(row), spills(row)
@@ -53,11 +48,7 @@ def _kernel_cell(row: dict[str, Any] | None) -> str:
     return f"{text}, **{lost} B spilled**" if lost else text
 
 
-def _step_cell(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "-"
-    if "error" in row:
-        return "**fails**"
+def _step_cell(row: dict[str, Any]) -> str:
     cells = [row["launches"], row["command_buffers"], row["launches_outside"], row["temp_mib"]]
     lost = spills(row)
     return " / ".join(map(str, cells)) + (f", **{lost} B spilled**" if lost else "")
@@ -70,7 +61,14 @@ def _rows(cards: dict[str, Any], steps: bool) -> list[str]:
         for row in card["rows"]:
             if row["name"].startswith(("step", "launch")) == steps:
                 names.setdefault(row["name"])
-    cell = _step_cell if steps else _kernel_cell
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return "-"
+        if "error" in row:
+            return "**fails**"
+        return _step_cell(row) if steps else _kernel_cell(row)
+
     short = [name.removeprefix("NVIDIA ").removeprefix("GeForce ") for name in cards]
     lines = [f"| case | {' | '.join(short)} |", "|---" * (len(short) + 1) + "|"]
     found = [{row["name"]: row for row in card["rows"]} for card in cards.values()]

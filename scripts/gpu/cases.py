@@ -217,7 +217,6 @@ def step_cases() -> list[StepCase]:
 
 
 def long_cases() -> list[Any]:
-    """List all cases, as compiled for an H200."""
     return [
         *cases(),
         *grouped_cases(),
@@ -237,20 +236,18 @@ def card_cases() -> list[Any]:
         # Gemma 3 and gpt-oss.
         found += [Case(op, "bfloat16", H, group=2, extras="window cap sinks") for H in (64, 256)]
     found += [Case("kv_write", dtype, 128) for dtype in ("bfloat16", "float8_e4m3fn")]
-    for form, group in (("int8", 0), ("fp8", 0), ("int4", 128), ("int4", 32)):
-        sizes = (("bfloat16", 16), ("bfloat16", 2048), ("float16", 64))
-        found += [
-            QuantizedCase(
-                form,
-                dtype,
-                tokens,
-                4096,
-                28672,
-                group,
-                "minima" if group == 32 else "points" if group else "",
-            )
-            for dtype, tokens in sizes
-        ]
+    sizes = (("bfloat16", 16), ("bfloat16", 2048), ("float16", 64))
+    forms: tuple[tuple[str, int, Zeros], ...] = (
+        ("int8", 0, ""),
+        ("fp8", 0, ""),
+        ("int4", 128, "points"),
+        ("int4", 32, "minima"),
+    )
+    found += [
+        QuantizedCase(form, dtype, tokens, 4096, 28672, group, zeros)
+        for form, group, zeros in forms
+        for dtype, tokens in sizes
+    ]
     for experts in grouped_cases()[:2]:
         found.append(experts)
         found += [QuantizedGroupedCase(form, experts) for form in ("int8", "fp8")]
@@ -278,7 +275,6 @@ def launch_case(model: str, rows: int, layers: int) -> StepCase:
 
 
 def launch_cases(models: Iterable[str]) -> list[StepCase]:
-    """List the decodes by which launches are counted."""
     return [
         launch_case(model, rows, layers)
         for model in models

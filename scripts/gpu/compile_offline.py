@@ -43,14 +43,13 @@ from scripts.gpu.launch_order import summary
 from scripts.gpu.models import MODELS
 from scripts.gpu.offline_environment import (
     JAX,
-    NoEnvironment,
+    add_environment,
     compiler_variables,
-    default_folder,
-    make_environment,
+    open_environment,
     with_ptxas,
 )
 from scripts.gpu.targets import ONE_OF_EACH, Target
-from scripts.lib.argument_types import new_folder, pattern
+from scripts.lib.argument_types import new_folder, pattern, script_parser
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
@@ -88,14 +87,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(f"{row['name']} | {kernel['name'].split('_mosaic')[0]} | {values}")
         if "error" in row:
             lines.append(f"{row['name']} | FAILED: {row['error'][:150]}")
-    whole = (
-        "launches",
-        "command_buffers",
-        "launches_outside",
-        "kv_copies",
-        "temp_mib",
-        "alias_mib",
-    )
+    whole = "launches command_buffers launches_outside kv_copies temp_mib alias_mib".split()
     lines += ["", "case | " + " | ".join(whole)]
     for row in rows:
         if "error" not in row:
@@ -104,7 +96,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def faults(rows: list[dict[str, Any]], required: str = REQUIRED) -> list[str]:
-    """Find the faults of required cases."""
     found = [f"{row['name']}: {row['error'][:200]}" for row in rows if "error" in row]
     for row in rows:
         if "error" in row or not re.search(required, row["name"]):
@@ -131,8 +122,6 @@ def compile_cases(
     """Compile cases for a card, in a process of their own. Return their rows.
 
     Args:
-        interpreter: the environment's.
-        card: its name.
         which: name of a list of cases (see `case_lists`).
         only: regular expression of the cases' names.
         flags: of XLA, besides.
@@ -159,7 +148,6 @@ def run_worker(interpreter: pathlib.Path, *words: str, dumps: bool) -> Any:
     """Run the worker in a process of its own. Return the result that it writes.
 
     Args:
-        interpreter: the environment's.
         words: of the worker's command line, without folder and file.
         dumps: let the compilers write dumps. Without them the times are those of a start.
     """
@@ -178,7 +166,6 @@ def run_worker(interpreter: pathlib.Path, *words: str, dumps: bool) -> Any:
 
 
 def describe(interpreter: pathlib.Path, command: str) -> dict[str, Any]:
-    """Describe this run: its command, date and versions."""
     versions = subprocess.run(
         [str(interpreter), "-m", "pip", "freeze"], capture_output=True, text=True, check=True
     ).stdout
@@ -268,7 +255,6 @@ def report_cards(
 
 
 def report_sums(interpreter: pathlib.Path, command: str, layers: int, out: pathlib.Path) -> int:
-    """Compile sums over several H200s, and write their page."""
     found = run_worker(interpreter, "sums", str(layers), dumps=True)
     wrong = sum_table.write(found, out, command, JAX, layers)
     print(*wrong or ["no faults"], sep="\n")
@@ -281,7 +267,6 @@ def report_start(
     card: str,
     arguments: argparse.Namespace,
 ) -> int:
-    """Compile the programs of a start for a card, and write their page."""
     model, devices = arguments.start, arguments.tensor_parallel_size
     numbers = arguments.rows, arguments.tokens, arguments.first, devices
     report = run_worker(interpreter, "start", card, model, *map(str, numbers), dumps=False)
@@ -304,12 +289,8 @@ def find_targets(names: list[str]) -> list[Target]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu.compile_offline", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument(
-        "--env", type=pathlib.Path, default=default_folder(), help="environment to use or make"
-    )
+    parser = script_parser("scripts.gpu.compile_offline", __doc__)
+    add_environment(parser)
     parser.add_argument("--python", help="a Python 3.12; default: this one or python3.12")
     parser.add_argument(
         "--card", action="append", default=[], help='a card, or "all"; may be repeated'
@@ -353,10 +334,7 @@ def main() -> int:
         parser.error("--full and --short: need --card")
     if arguments.start and len(targets) > 1:
         parser.error("--start: takes one --card")
-    try:
-        interpreter = make_environment(arguments.env, arguments.python)
-    except NoEnvironment as error:
-        raise SystemExit(str(error)) from error
+    interpreter = open_environment(arguments)
     if arguments.sums:
         return report_sums(interpreter, command, arguments.sums, arguments.out)
     about = describe(interpreter, command)

@@ -24,7 +24,7 @@ from jaxserve.models.shards import AXIS
 from jaxserve.start.plan.sum_options import options_of
 from pallas_kernels.device_sums import sum_in_order
 from pallas_kernels.devices import target_device
-from pallas_kernels.norm_arguments import NormOptions
+from pallas_kernels.row_arguments import NormOptions
 from scripts.gpu import timing as gpu_timing
 from scripts.gpu.setting import Item, Setting
 

@@ -10,12 +10,17 @@ have not been timed.
 
 from __future__ import annotations
 
-import argparse
+import json
+import pathlib
+import tempfile
 from collections.abc import Iterable
 
+from jaxserve.settings.config import EngineConfig
+from jaxserve.start.plan.make_plan import ModelPlan, plan_model
 from jaxserve.start.plan.start_plan import StartPlan
 from pallas_kernels.devices import GIB, find_card
-from scripts.gpu.planned import plan
+from scripts.gpu import models as gpu_models
+from scripts.lib.argument_types import script_parser
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 
@@ -68,8 +73,22 @@ data sheet's ceilings and published latencies of sums (`start/plan/step_time.py`
 """
 
 
+def plan(model: str, card: str, devices: int = 1) -> ModelPlan:
+    """Plan a start with the default settings, for each form of the weights.
+
+    Args:
+        card: a name that `jaxserve plan --device` takes.
+        devices: cards of one host over which the model is divided. The plan is of one of them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / "config.json").write_text(
+            json.dumps(gpu_models.MODELS[model].config())
+        )
+        config = EngineConfig(model=folder, tensor_parallel_size=devices)
+        return plan_model(config, card)
+
+
 def predictions(cards: Iterable[str] = tuple(CARD_NAMES)) -> Plans:
-    """Plan every model on some cards."""
     plans: Plans = {}
     for label in cards:
         plans[label] = {}
@@ -117,7 +136,6 @@ DIVIDED = {"Llama 3.1 8B": (1, 2, 4, 8), "Llama 3.3 70B": (2, 4, 8)}
 
 
 def divided_table() -> str:
-    """Make the table of models divided over devices."""
     lines = [_row("model", "H200s", "tokens", "1 / 32 / 256 rows", "prompt of 8,192")]
     lines.append("|---" * 5 + "|")
     for name, counts in DIVIDED.items():
@@ -132,16 +150,12 @@ def divided_table() -> str:
 
 
 def page(plans: Plans) -> str:
-    """Return the page of all predictions."""
     tables = {kind: table(kind, plans) for kind in ("tokens", "seconds")}
     return PAGE.format(forms=" / ".join(FORMS), unknown=UNKNOWN, divided=divided_table(), **tables)
 
 
 def main() -> None:
-    """Write the page."""
-    argparse.ArgumentParser(
-        prog="python -m scripts.gpu.fits", description=(__doc__ or "").splitlines()[0]
-    ).parse_args()
+    script_parser("scripts.gpu.fits", __doc__).parse_args()
     (RESULTS / "fits.md").write_text(page(predictions()))
 
 

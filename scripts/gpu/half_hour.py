@@ -24,7 +24,6 @@ that takes the device with it ends that process alone. The page is written anew 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -45,7 +44,7 @@ from jaxserve.commands.argument_types import positive
 from scripts.gpu.page import write_page
 from scripts.gpu.progress import TRIES, ReportError, read_report, save
 from scripts.gpu.setting import APART, VARIANTS
-from scripts.lib.argument_types import new_folder, pattern
+from scripts.lib.argument_types import new_folder, pattern, script_parser
 from scripts.lib.paths import IN_CHECKOUT
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.unpack import unpack
@@ -90,7 +89,6 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """Name that the report and --stages have."""
         return " ".join(filter(None, (self.parts, self.variant, self.only)))
 
 
@@ -117,7 +115,6 @@ STAGES = (
 
 
 def take_over(earlier: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copy the files of an earlier command."""
     for name in FILES:
         if (earlier / name).is_file():
             shutil.copyfile(earlier / name, folder / name)
@@ -259,7 +256,6 @@ class Run:
 
 
 def _pass_on(said: BinaryIO) -> None:
-    """Print the new output of a process, with long lines cut."""
     for line in said.read().decode(errors="replace").splitlines():
         print(line[:300], flush=True)
 
@@ -292,9 +288,7 @@ def go_on(run: Run, number: int, stages: str) -> bool:
 
 def main() -> int:
     began = time.monotonic()
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu.half_hour", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = script_parser("scripts.gpu.half_hour", __doc__)
     parser.add_argument("number", type=int, choices=(1, 2, 3), help="which of the three commands")
     parser.add_argument("--folder", type=new_folder, required=True, help="where results go")
     parser.add_argument(

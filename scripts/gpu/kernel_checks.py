@@ -248,7 +248,6 @@ def essentials(setting: Setting) -> Iterator[Item]:
 
 
 def _with_bits(setting: Setting, name: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Add whether a variant's bits equal those of the run without a variant."""
     before = setting.report["parts"].get("essentials", {}).get(name, {}).get("digest")
     if not setting.variant or before is None:
         return result

@@ -8,7 +8,6 @@ that the file has and the archive does not stay.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import tarfile
 from typing import Any
@@ -21,6 +20,7 @@ from jaxserve.start.programs.autotuning import (
     write_choices,
 )
 from scripts.gpu.progress import ReportError, read_report
+from scripts.lib.argument_types import script_parser
 from scripts.lib.run_main import run_main
 
 MOST_BYTES = 1 << 16
@@ -69,9 +69,7 @@ def merge(folder: pathlib.Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu.merge_autotuned", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = script_parser("scripts.gpu.merge_autotuned", __doc__)
     parser.add_argument("folder", type=pathlib.Path, help="where a command left its results")
     arguments = parser.parse_args()
     try:

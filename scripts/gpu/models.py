@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxserve.execution.batch import pack, unpack
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.state import make_state
+from jaxserve.execution.state import make_state, memory_kinds
 from jaxserve.execution.step import decode_steps, model_step
 from jaxserve.models import parse_model_config
 from jaxserve.scheduling.plan import LaunchPlan
@@ -66,7 +66,6 @@ class ModelShape:
         return weights + max(rows * context * self.kv_bytes / copy, attention / matmul)
 
     def config(self) -> dict[str, Any]:
-        """Make the contents of a config.json."""
         found: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
@@ -117,7 +116,6 @@ def full_words(T: int, R: int, context: int, draws: bool = False, num_steps: int
     Args:
         context: tokens of each row after the last step.
         draws: with top_k 50 and top_p 0.9. Otherwise greedy.
-        num_steps: of a launch.
     """
     each, rng = T // R, np.random.default_rng(0)
     words = empty_words(T, R, context, num_steps)
@@ -164,7 +162,6 @@ def step_call(
         draws: of a decode step, take the program that holds the sampler. Others always hold it.
         num_steps: of a launch. Only decodes may have more than one.
         page_dtype: of the pages, by default that of the weights.
-        form: of quantized weights.
         output_rows: lay their codes out as an engine does on a card without Triton.
 
     Returns:
@@ -178,14 +175,9 @@ def step_call(
     leaves, treedef = jax.tree.flatten(weights)
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     words = jax.ShapeDtypeStruct(empty_words(T, R, context, num_steps).shape, np.int32)
-    pages = R * -(-context // PAGE_SIZE) + 1
-    state = jax.eval_shape(
-        functools.partial(
-            make_state,
-            *(config, pages, PAGE_SIZE, R, page_dtype or dtype),
-            max_pages=-(-context // PAGE_SIZE),
-        )
-    )
+    max_pages = -(-context // PAGE_SIZE)
+    memory = memory_kinds(config, PAGE_SIZE, page_dtype or dtype, R, R * max_pages + 1)
+    state = jax.eval_shape(functools.partial(make_state, config, memory, max_pages))
 
     options = {"greedy": T == R and not draws, "implementation": implementation}
     if num_steps == 1:

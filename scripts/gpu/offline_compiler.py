@@ -26,10 +26,7 @@ INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS")
 
 @dataclasses.dataclass(frozen=True)
 class Dumps:
-    """Folders of the compilers' dumps.
-
-    Set in XLA_FLAGS and MOSAIC_GPU_DUMP_TO before JAX starts.
-    """
+    """Folders of the compilers' dumps, as XLA_FLAGS and MOSAIC_GPU_DUMP_TO name them."""
 
     xla: pathlib.Path
     mosaic: pathlib.Path
@@ -96,7 +93,6 @@ class Compiler:
         """Compile a case and describe the result.
 
         Args:
-            name: the case's.
             function, shapes, donate: as in `compile`.
             kernels: parts of names of the kernels to assemble and report.
             copied: shape of the page arrays, or of weights. Copies of this shape are counted.
@@ -169,7 +165,6 @@ def _read_orders(hlo: str, dumps: Dumps, arch: str) -> dict[str, Any]:
 
 
 def _shared_memory(dumps: Dumps, kernel: str, thunks: str) -> int | None:
-    """Read a kernel's shared memory in bytes from the launch list or Mosaic's resource report."""
     launch = re.search(rf"\b{re.escape(kernel)} grid: .*shared_memory: (\d+) bytes", thunks)
     if launch:
         return int(launch[1])
@@ -182,7 +177,6 @@ def _shared_memory(dumps: Dumps, kernel: str, thunks: str) -> int | None:
 
 
 def _launches(text: str) -> list[str]:
-    """List lines of a thunk listing that put work on the device."""
     return [
         line
         for line in text.splitlines()
@@ -200,8 +194,6 @@ def analyse(
     """Read the dumps of the one compilation made since ``dumps.clear()``.
 
     Args:
-        executable: the compiled program.
-        dumps: folders of its dumps.
         assemble: reads registers and spills of the kernel in a PTX file.
         copied, kernels: see `Compiler.row`.
     """

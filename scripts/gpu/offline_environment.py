@@ -6,6 +6,7 @@ about 1 GB in all, and CUDA's assembler if the PATH has none.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import os
 import pathlib
@@ -28,7 +29,6 @@ class NoPython(NoEnvironment):
 
 
 def default_folder() -> pathlib.Path:
-    """Return where the environment is kept."""
     return pathlib.Path.home() / ".cache/jaxserve/offline"
 
 
@@ -72,6 +72,20 @@ def make_environment(folder: pathlib.Path, python: str | None = None) -> pathlib
         return interpreter
 
 
+def open_environment(arguments: argparse.Namespace) -> pathlib.Path:
+    """Return the interpreter of the environment that `--env` and `--python` name, or end."""
+    try:
+        return make_environment(arguments.env, getattr(arguments, "python", None))
+    except NoEnvironment as error:
+        raise SystemExit(str(error)) from error
+
+
+def add_environment(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--env`."""
+    folder, text = default_folder(), "environment to use or make"
+    parser.add_argument("--env", type=pathlib.Path, default=folder, help=text)
+
+
 def with_ptxas(folder: pathlib.Path) -> dict[str, str]:
     """Return variables with which CUDA's assembler is found by its name.
 
@@ -90,7 +104,6 @@ def compiler_variables(
     """Return the variables of a process that compiles, and leaves dumps in a folder.
 
     Args:
-        folder: the environment's.
         work: where XLA's and Mosaic's dumps go, to "xla" and "mosaic" below it.
         whole_constants: dump constants of more than a few numbers too.
 

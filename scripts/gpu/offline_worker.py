@@ -35,10 +35,9 @@ from scripts.gpu.cases import (
 )
 from scripts.gpu.families import FAMILIES
 from scripts.gpu.offline_compiler import Compiler, Dumps
-from scripts.gpu.offline_start import compile_start
-from scripts.gpu.offline_sums import compile_sums
-from scripts.gpu.progress import interruptible
+from scripts.gpu.offline_engine import compile_start, compile_sums
 from scripts.gpu.targets import Target
+from scripts.lib.run_main import run_main
 
 
 def compile_kernel(case: Case, compiler: Compiler) -> dict[str, Any]:
@@ -68,30 +67,21 @@ def compile_kernel(case: Case, compiler: Compiler) -> dict[str, Any]:
 
         def call(scales, *arrays):
             return pallas_kernels.kv_write(*arrays, **scales, implementation=implementation)
-    elif case.op == "decode":
-        arguments = (scales, q, pages, pages, table, kv_len)
-
-        def call(scales, *arrays):
-            return pallas_kernels.paged_decode_attention(
-                *arrays,
-                pallas_kernels.AttentionOptions(**scales, **extras),
-                implementation=implementation,
-            )
     else:
-        arguments = (scales, q, pages, pages, table, array(jnp.int32, R + 1), kv_len)
+        function, starts = pallas_kernels.paged_decode_attention, ()
+        if case.op != "decode":
+            function = pallas_kernels.ragged_paged_attention
+            starts = (array(jnp.int32, R + 1),)
+        arguments = (scales, q, pages, pages, table, *starts, kv_len)
 
         def call(scales, *arrays):
-            return pallas_kernels.ragged_paged_attention(
-                *arrays,
-                pallas_kernels.AttentionOptions(**scales, **extras),
-                implementation=implementation,
-            )
+            options = pallas_kernels.AttentionOptions(**scales, **extras)
+            return function(*arrays, options, implementation=implementation)
 
     return compiler.row(case.name, call, arguments, KERNELS[case.op], pages.shape, donate)
 
 
 def compile_grouped(case: GroupedCase, compiler: Compiler) -> dict[str, Any]:
-    """Compile one grouped product."""
     dtype = jnp.dtype(case.dtype)
     x = jax.ShapeDtypeStruct((case.rows, case.D), dtype)
     w = jax.ShapeDtypeStruct((case.E, case.D, case.F), dtype)
@@ -149,7 +139,6 @@ def compile_quantized_grouped(case: QuantizedGroupedCase, compiler: Compiler) ->
 
 
 def compile_step(case: StepCase, compiler: Compiler) -> dict[str, Any]:
-    """Compile the engine's whole step for a model."""
     model = (gpu_models.MODELS | FAMILIES)[case.model]
     model = dataclasses.replace(model, L=case.layers or model.L)
     step, shapes = gpu_models.step_call(
@@ -218,4 +207,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(interruptible(main))
+    run_main(main)

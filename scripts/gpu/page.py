@@ -55,7 +55,6 @@ Items = Mapping[str, dict[str, Any]]
 
 
 def text(value: Any) -> str:
-    """Escape a value for HTML."""
     return html.escape(f"{value:,.4g}" if isinstance(value, float) else str(value))
 
 
@@ -109,7 +108,6 @@ def bars(rows: list[tuple[str, list[float], dict[str, float], str]]) -> str:
 
 
 def key(names: Iterable[str]) -> str:
-    """Format the legend of bars of several parts."""
     spans = (
         f'<span style="background: var(--c{index % 7})"></span>{text(name)}'
         for index, name in enumerate(names)
@@ -130,7 +128,6 @@ def _described(item: dict[str, Any]) -> str:
 
 
 def timed(items: Items) -> str:
-    """Draw the times of items, with floors and goals."""
     rows = []
     for name, item in good(items).items():
         marks = {"floor": item["floor_ms"]} if "floor_ms" in item else {}
@@ -288,7 +285,6 @@ def _failures(parts: Mapping[str, Items]) -> Iterator[str]:
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return the page of a report."""
     about, parts = report["about"], report["parts"]
     dry = "; <b>a dry run: nothing here is a measurement</b>" if about.get("dry_run") else ""
     title = f"The first half hour on {about.get('device')}"
@@ -313,5 +309,4 @@ def page(report: dict[str, Any]) -> str:
 
 
 def write_page(report: dict[str, Any], path: pathlib.Path) -> None:
-    """Write the page of a report."""
     save_text(path, page(report))

@@ -11,7 +11,6 @@ does not compile, or copies KV.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import pathlib
@@ -21,10 +20,10 @@ from typing import Any
 from scripts.gpu.cases import LAUNCH_LAYERS, LAUNCH_ROWS, LAUNCHES, launch_case
 from scripts.gpu.compile_offline import compile_cases, describe
 from scripts.gpu.families import FAMILIES
+from scripts.gpu.fits import plan
 from scripts.gpu.models import MODELS
-from scripts.gpu.offline_environment import NoEnvironment, default_folder, make_environment
-from scripts.gpu.planned import plan
-from scripts.lib.argument_types import new_folder, pattern
+from scripts.gpu.offline_environment import add_environment, open_environment
+from scripts.lib.argument_types import new_folder, pattern, script_parser
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
@@ -57,7 +56,6 @@ class Step:
     once: int
 
     def launches(self, model: str) -> int:
-        """Return the launches of the whole step of a model."""
         return MODELS[model].L * self.layer + self.once
 
 
@@ -140,7 +138,6 @@ def compiled_steps(
 
 
 def as_json(steps: dict[str, dict[int, Step]]) -> dict[str, dict[str, dict[str, int]]]:
-    """Return launches with keys that JSON has."""
     return {
         name: {str(rows): dataclasses.asdict(step) for rows, step in found.items()}
         for name, found in steps.items()
@@ -148,22 +145,15 @@ def as_json(steps: dict[str, dict[int, Step]]) -> dict[str, dict[str, dict[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu.predict_steps", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument(
-        "--env", type=pathlib.Path, default=default_folder(), help="environment to use or make"
-    )
+    parser = script_parser("scripts.gpu.predict_steps", __doc__)
+    add_environment(parser)
     parser.add_argument("--only", type=pattern, default="", help="regular expression of models")
     parser.add_argument("--out", type=new_folder, default=str(RESULTS))
     arguments, command = parser.parse_args(), about_run()["command"]
     names = [name for name in (*OURS, *FAMILIES) if re.search(arguments.only, name)]
     if not names:
         parser.error(f"--only: no model has it; there are {', '.join((*OURS, *FAMILIES))}")
-    try:
-        interpreter = make_environment(arguments.env, None)
-    except NoEnvironment as error:
-        raise SystemExit(str(error)) from error
+    interpreter = open_environment(arguments)
     about = describe(interpreter, command)
     steps, wrong = compiled_steps(interpreter, names)
     about["faults"] = wrong

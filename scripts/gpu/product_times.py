@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import pathlib
 import re
 import statistics
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,11 +21,11 @@ from jaxserve.models.linear import parts_of
 from pallas_kernels.devices import find_card, target_device
 from pallas_kernels.gpu import triton_few_rows
 from pallas_kernels.gpu.tuning import ProductConfig, product_config
-from pallas_kernels.product_arguments import ProductCase
+from pallas_kernels.row_arguments import ProductCase
 from scripts.gpu import models as gpu_models
 from scripts.gpu.setting import Item, Setting
 from scripts.gpu.tune_kernels import changes, compiled
-from scripts.lib.profiler_trace import read_events
+from scripts.lib.profiler_trace import recorded
 
 ROWS = (1, 32, 256)
 CACHED = 2.5e8
@@ -47,18 +45,13 @@ def kernel_seconds(
         programs: by name, each compiled from a function of that name.
         arrays: of a call. Programs take them in turn.
     """
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level, options.python_tracer_level = 1, 0
     turn, result = 0, None
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(repeats):
-                for program in programs.values():
-                    result = program(*arrays[turn % len(arrays)])
-                    turn += 1
-                jax.block_until_ready(result)
-        [found] = pathlib.Path(folder).rglob("*.trace.json.gz")
-        events = read_events(found)
+    with recorded(1) as events:
+        for _ in range(repeats):
+            for program in programs.values():
+                result = program(*arrays[turn % len(arrays)])
+                turn += 1
+            jax.block_until_ready(result)
     spent: dict[str, list[float]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event["ts"]):
         module = str(event.get("args", {}).get("hlo_module", ""))
@@ -86,7 +79,6 @@ def candidates(case: ProductCase) -> Iterator[ProductConfig]:
 
 
 def _case(op: str, model: gpu_models.ModelShape, what: str, rows: int) -> ProductCase:
-    """Describe a product of a model's layer, on the GPU at hand or else an H200."""
     heads = model.N * model.H
     inputs, outputs = {
         "gate and up": (model.D, model.F),
@@ -158,7 +150,6 @@ def _time(setting: Setting, case: ProductCase) -> dict[str, Any]:
 
 
 def products(setting: Setting) -> Iterator[Item]:
-    """Time the products of a layer, by model and rows."""
     names, sizes = (("tiny",), (4,)) if setting.dry_run else (("8b", "0.6b", "1b"), ROWS)
     kinds = (
         ("gated_matmul", "gate and up"),

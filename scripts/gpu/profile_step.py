@@ -19,15 +19,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from jaxserve.settings.config import EngineConfig, prepare_process
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import prepare_process
+from scripts.lib.argument_types import script_parser
 
 prepare_process()
 
@@ -43,7 +43,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.start.sources.find import find_source
 from jaxserve.start.start import load
 from scripts.lib.host_clock import HostClock
-from scripts.lib.profiler_trace import CLASSES, DeviceTime, device_time, read_events
+from scripts.lib.profiler_trace import CLASSES, DeviceTime, device_time, recorded
 from scripts.lib.run_main import run_main
 from scripts.lib.run_record import about_run
 
@@ -160,10 +160,7 @@ def record(work: Workload, steps: int, out: Path) -> tuple[DeviceTime, str]:
     Fewer steps where rows would end: each of them is like the others.
     """
     work.begin()
-    recorded = 0
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level = 3
-    options.python_tracer_level = 0
+    count = 0
     engine = work.engine
     names = ("schedule", "commit"), ("submit", "read")
     wrapped = [(engine.scheduler, name) for name in names[0]]
@@ -171,22 +168,19 @@ def record(work: Workload, steps: int, out: Path) -> tuple[DeviceTime, str]:
     for owner, name in wrapped:
         setattr(owner, name, jax.profiler.annotate_function(getattr(owner, name), name=name))
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=options):
-                while recorded < steps and work.has_room:
-                    with jax.profiler.StepTraceAnnotation("step", step_num=recorded):
-                        work.step()
-                    recorded += 1
-                engine._drain()
-            [found] = Path(folder).rglob("*.trace.json.gz")
-            shutil.copyfile(found, out)
+        with recorded(3, out) as events:
+            while count < steps and work.has_room:
+                with jax.profiler.StepTraceAnnotation("step", step_num=count):
+                    work.step()
+                count += 1
+            engine._drain()
     finally:
         for owner, name in wrapped:
             delattr(owner, name)
     assert work.last is not None
     bucket, launch = work.last.bucket, work.last.plan.num_steps
     hlo = engine.runner._steps[bucket].as_text()
-    return device_time(read_events(out), hlo, recorded), f"{bucket} (now {launch})"
+    return device_time(events, hlo, count), f"{bucket} (now {launch})"
 
 
 def print_tables(host: Table, device: DeviceTime, bucket: str, longest: int) -> None:
@@ -207,11 +201,7 @@ def print_tables(host: Table, device: DeviceTime, bucket: str, longest: int) -> 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu.profile_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("scripts.gpu.profile_step", __doc__)
     parser.add_argument("--model", metavar="DIR", help="(default: the bundled model)")
     dummy = "random weights of its config.json (default: its weights)"
     parser.add_argument("--dummy", action="store_true", help=dummy)

@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import pathlib
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,15 +34,6 @@ class Task:
     patience: float = 600.0
 
 
-def interruptible(main: Callable[[], int]) -> int:
-    """Run ``main``. Return its status, or 130 with a word when it is interrupted."""
-    try:
-        return main()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-
-
 def save_text(path: pathlib.Path, text: str) -> None:
     """Write a file so that a process killed meanwhile leaves the old one or the new one."""
     part = path.with_name(f"{path.name}.part")
@@ -52,7 +42,6 @@ def save_text(path: pathlib.Path, text: str) -> None:
 
 
 def save(path: pathlib.Path, report: dict[str, Any]) -> None:
-    """Write a report."""
     save_text(path, json.dumps(report, indent=1) + "\n")
 
 
@@ -142,7 +131,6 @@ def run_tasks(
 
 
 def _run(task: Task, before: dict[str, Any], report: dict[str, Any], path: pathlib.Path) -> None:
-    """Do one item, and write its result."""
     items = report["parts"].setdefault(task.part, {})
     items[task.name] = {"error": UNENDED, "tries": before.get("tries", 0) + 1}
     save(path, report)

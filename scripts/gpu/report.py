@@ -43,7 +43,8 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.environment import prepare_process
+from scripts.lib.argument_types import script_parser
 
 prepare_process()
 
@@ -55,10 +56,10 @@ from pallas_kernels.devices import target_device
 from scripts.gpu import device_sums, kernel_checks, product_times, serving, step_times, tune_kernels
 from scripts.gpu import parts as gpu_parts
 from scripts.gpu import peers as gpu_peers
-from scripts.gpu.progress import TRIES, ReportError, Task, interruptible, open_report, run_tasks
+from scripts.gpu.progress import TRIES, ReportError, Task, open_report, run_tasks
 from scripts.gpu.setting import VARIANTS, Item, Setting
 from scripts.lib.argument_types import pattern
-from scripts.lib.run_main import end_at_sigterm
+from scripts.lib.run_main import end_at_sigterm, run_main
 
 PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "bandwidth": gpu_parts.bandwidth,
@@ -96,7 +97,6 @@ def tasks_of(parts: list[str], only: str, setting: Setting) -> list[Task]:
 
 
 def versions() -> dict[str, str]:
-    """Collect the versions of the report's packages, and the driver's."""
     found = {}
     for name in ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy", "torch", "transformers"):
         try:
@@ -138,10 +138,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Parse the arguments. Return them and the report to fill."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu.report", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = script_parser("scripts.gpu.report", __doc__)
     usual = ",".join(name for name in PARTS if name != "variants")
     parser.add_argument("--parts", type=some_of(PARTS), default=usual, help="default %(default)s")
     parser.add_argument("--only", type=pattern, default="", help="regular expression of items")
@@ -200,4 +197,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     end_at_sigterm()
-    raise SystemExit(interruptible(main))
+    run_main(main)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -151,19 +152,32 @@ def _served_as_on_cpu(setting: Setting) -> dict[str, Any]:
     return {**compare(expected, actual), **rate, "start": actual["start"]}
 
 
-def _settings_of(name: str, folder: str, dry_run: bool) -> dict[str, Any]:
-    """Write a model's configuration. Return settings of an engine of its random weights."""
-    kept = pathlib.Path(folder) / "model"
-    kept.mkdir()
-    (kept / "config.json").write_text(json.dumps(gpu_models.MODELS[name].config()))
-    return {
-        "model": str(kept),
-        "load_format": "dummy",
-        "dtype": "float32" if dry_run else "bfloat16",
-        "compilation_cache_dir": f"{folder}/programs",
-        "max_model_len": 2048,
-        **(TINY if dry_run else {}),
-    }
+@contextmanager
+def _job(setting: Setting, name: str, **others: Any) -> Iterator[Run]:
+    """Yield the job of an engine of a model's random weights, which serves the mix.
+
+    `others` are settings of the engine at full size. Its folder is deleted afterwards.
+    """
+    prompts, outputs = mix(gpu_models.MODELS[name], setting.dry_run)
+    with tempfile.TemporaryDirectory() as folder:
+        model = pathlib.Path(folder) / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(gpu_models.MODELS[name].config()))
+        settings = {
+            "model": str(model),
+            "load_format": "dummy",
+            "dtype": "float32" if setting.dry_run else "bfloat16",
+            "compilation_cache_dir": f"{folder}/programs",
+            "max_model_len": 2048,
+            **(TINY if setting.dry_run else others),
+        }
+        yield {"settings": settings, "prompts": prompts, "outputs": outputs, "rounds": 2}
+
+
+def _first(job: Run) -> Run:
+    """Return a job with the first of its requests alone, once."""
+    first = {name: job[name][:1] for name in ("prompts", "outputs")}
+    return {**job, **first, "rounds": 1}
 
 
 def _rates_of(run: Run) -> dict[str, Any]:
@@ -178,14 +192,9 @@ def _rates_of(run: Run) -> dict[str, Any]:
 
 def _started_twice(setting: Setting, name: str) -> dict[str, Any]:
     """Start an engine with empty caches, serve the mix, and start it again from files."""
-    prompts, outputs = mix(gpu_models.MODELS[name], setting.dry_run)
-    with tempfile.TemporaryDirectory() as folder:
-        settings = _settings_of(name, folder, setting.dry_run)
-        rounds = 1 if setting.dry_run else 3
-        given = {"settings": settings, "prompts": prompts, "outputs": outputs, "rounds": rounds}
-        first = result_of(start_engine(given))
-        again = {**given, "prompts": prompts[:1], "outputs": outputs[:1], "rounds": 1}
-        second = result_of(start_engine(again))
+    with _job(setting, name) as job:
+        first = result_of(start_engine({**job, "rounds": 1 if setting.dry_run else 3}))
+        second = result_of(start_engine(_first(job)))
     compiles = second["compiles"]
     return {
         **_rates_of(first),
@@ -202,14 +211,10 @@ def _started_twice(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def _step_by_step(setting: Setting, name: str) -> dict[str, Any]:
-    """Serve the mix with launches of one step each, for which few programs are compiled."""
-    prompts, outputs = mix(gpu_models.MODELS[name], setting.dry_run)
-    with tempfile.TemporaryDirectory() as folder:
-        settings = _settings_of(name, folder, setting.dry_run) | {"num_scheduler_steps": 1}
-        if not setting.dry_run:
-            settings |= {"decode_sizes": [1, 128, 256], "token_sizes": [256, 1024, 8192]}
-        given = {"settings": settings, "prompts": prompts, "outputs": outputs, "rounds": 2}
-        found = result_of(start_engine(given))
+    sizes = {"decode_sizes": [1, 128, 256], "token_sizes": [256, 1024, 8192]}
+    with _job(setting, name, **sizes) as job:
+        job["settings"]["num_scheduler_steps"] = 1
+        found = result_of(start_engine(job))
     note = f"alone {found['alone']:.0f} tokens/s; ready in {found['start']['ready']} s"
     return {**_rates_of(found), "note": note, "start": found["start"]}
 
@@ -241,17 +246,13 @@ def _started_from_afar(setting: Setting, name: str) -> dict[str, Any]:
     Whether a card loads such files only a card can show. Where it does not, the engine compiles
     them anew, and serves. A dry run compiles for the CPU that it is on.
     """
-    prompts, outputs = mix(gpu_models.MODELS[name], setting.dry_run)
     card = None if setting.dry_run else jax.devices()[0].device_kind
-    with tempfile.TemporaryDirectory() as folder:
-        settings = _settings_of(name, folder, setting.dry_run) | {"num_scheduler_steps": 1}
-        if not setting.dry_run:
-            settings |= {"decode_sizes": [1, 256], "token_sizes": [1024, 8192]}
+    with _job(setting, name, decode_sizes=[1, 256], token_sizes=[1024, 8192]) as job:
+        job["settings"]["num_scheduler_steps"] = 1
         begun = time.monotonic()
-        made = _compile_ahead(settings, card)
+        made = _compile_ahead(job["settings"], card)
         took = time.monotonic() - begun
-        given = {"settings": settings, "prompts": prompts[:1], "outputs": outputs[:1], "rounds": 1}
-        found = result_of(start_engine(given))
+        found = result_of(start_engine(_first(job)))
     return {
         "verdict": "ok" if found["compiles"] == 0 else "WRONG",
         "value": found["start"]["ready"],

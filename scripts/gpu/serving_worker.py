@@ -12,11 +12,10 @@ import sys
 import time
 from typing import Any
 
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.environment import prepare_process
 
 
 def read_stages(engine: Any, begun: float, imported: float, ready: float) -> dict[str, float]:
-    """Return the seconds of each stage of a start."""
     stages = engine.loaded.start.stages
     rest = ready - imported - sum(stages.values())
     named = {"imports": imported - begun, **stages, "rest": rest, "ready": ready - begun}

@@ -19,7 +19,6 @@ that were measured on such a card were at hand. Seconds on one thread.
 
 
 def totals(programs: list[dict[str, Any]]) -> dict[str, float]:
-    """Add up the parts of all programs."""
     parts = ("trace_s", "lower_s", "compile_s")
     return {part: round(sum(program[part] for program in programs), 2) for part in parts}
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pathlib
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +15,7 @@ import jax.numpy as jnp
 from scripts.gpu import models as gpu_models
 from scripts.gpu import timing as gpu_timing
 from scripts.gpu.setting import NO_SHARE, Item, Setting
-from scripts.lib.profiler_trace import device_time, kernel_times, read_events
+from scripts.lib.profiler_trace import device_time, kernel_times, recorded
 
 TRACED = 5
 """Steps that the profiler records."""
@@ -29,7 +26,6 @@ KEPT, TRACE = ("8b decode B=32", "tiny decode B=2"), "trace.json.gz"
 
 
 def _dispatch(call: Callable[[], Any], repeats: int) -> float:
-    """Measure the seconds until a call returns on an idle device: the host's own time."""
     spent = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -57,7 +53,6 @@ class Size:
 
     @property
     def label(self) -> str:
-        """Name of its item."""
         if self.T != self.R:
             return f"{self.model} prefill {self.T}"
         parts = [f"{self.model} decode B={self.R}", self.sampler]
@@ -112,15 +107,9 @@ def profile(setting: Setting, size: Size) -> dict[str, Any]:
     """Run launches under the profiler. Return microseconds a step of classes and kernels."""
     step = Step(setting, size)
     jax.block_until_ready(step.run(2))
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level, options.python_tracer_level = 3, 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready(step.run(TRACED))
-        [found] = pathlib.Path(folder).rglob("*.trace.json.gz")
-        events = read_events(found)
-        if setting.folder is not None and size.label in KEPT:
-            shutil.copyfile(found, setting.folder / TRACE)
+    copy = setting.folder / TRACE if setting.folder and size.label in KEPT else None
+    with recorded(3, copy) as events:
+        jax.block_until_ready(step.run(TRACED))
     count = TRACED * size.num_steps
     kernels = kernel_times(events)
     classes = device_time(events, step.text(), count).micros
@@ -159,7 +148,6 @@ def time_step(setting: Setting, size: Size) -> dict[str, Any]:
 
 
 def _against_floor(setting: Setting, size: Size, seconds: float) -> dict[str, Any]:
-    """Return the floor as a share of a step's time, where the ceilings were measured."""
     if setting.ceilings is None:
         return dict(NO_SHARE)
     model = gpu_models.MODELS[size.model]
@@ -201,7 +189,6 @@ def steps(setting: Setting) -> Iterator[Item]:
 
 
 def profiles(setting: Setting) -> Iterator[Item]:
-    """Profile the same steps."""
     for size in _sizes(setting.dry_run):
         yield size.label, lambda s=size: profile(setting, s)
 

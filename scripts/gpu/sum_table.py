@@ -22,7 +22,6 @@ all that lies in none.
 
 
 def page(found: dict[str, Any], about: dict[str, Any], notes: str) -> str:
-    """Format the page."""
     lines = [HEAD.format(**about)]
     for step in found["steps"]:
         strategies = ", ".join(step["strategies"]) or "our kernel"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxserve.start.programs.described_card import CLASSES, DescribedCard
+from jaxserve.start.programs.described_card import DescribedCard
 from pallas_kernels.devices import find_card
-
-__all__ = ["CLAIMED", "CLASSES", "ONE_OF_EACH", "Target"]
 
 ONE_OF_EACH = (
     "Tesla T4",

@@ -26,20 +26,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxserve.commands.argument_types import existing_file, positive, some_of
 from pallas_kernels.arguments import AttentionArrays, Case
 from pallas_kernels.devices import DeviceLimits, find_card, target_device
 from pallas_kernels.gpu import hopper_ragged, triton_decode, triton_ragged, tuning
 from scripts.gpu import timing as gpu_timing
-from scripts.gpu.progress import ReportError, interruptible, read_report, save_text
+from scripts.gpu.kernel_checks import case
+from scripts.gpu.progress import ReportError, read_report, save_text
 from scripts.gpu.setting import ITEM_SECONDS
+from scripts.lib.argument_types import script_parser
 from scripts.lib.attention_arrays import attention_arrays
+from scripts.lib.run_main import run_main
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 HEAD_DIMS = (64, 80, 96, 128, 256)
-HEADS, KV_HEADS, PAGE_SIZE = 32, 8, 16
+PAGE_SIZE = 16
 DECODE_BUCKETS = ((1, 8192), (8, 4096), (64, 4096), (256, 2048))
 """(rows, positions of each) that stand for buckets of up to that many rows; the last for any."""
 RAGGED_BUCKETS = ((512, 2), (2048, 1), (8192, 1))
@@ -58,7 +60,6 @@ class NothingRan(Exception):
 
 
 def candidates(op: str, case: Case) -> Iterator[Any]:
-    """List configurations worth timing for a call."""
     if op == "decode":
         base = tuning.defaults(tuning.DecodeConfig, case)
         grid = itertools.product((2, 4), (1, 3, 4), (1, 4, 8), (32, 64, 128), (2, 3, 5))
@@ -85,21 +86,9 @@ def candidates(op: str, case: Case) -> Iterator[Any]:
 def case_of(op: str, dtype: str, head_dim: int, tokens: int, rows: int, pages: int) -> Case:
     """Describe a tuned call, on the GPU at hand or else an H200. ``pages``: per row."""
     device = target_device()
-    query = jnp.dtype(jnp.bfloat16 if dtype == "float8_e4m3fn" else dtype)
-    return Case(
-        op="decode" if op == "decode" else "ragged",
-        device=device if device.is_gpu else find_card("H200").limits,
-        query_dtype=query,
-        page_dtype=jnp.dtype(dtype),
-        T=tokens,
-        R=rows,
-        P=rows * pages + 1,
-        S=PAGE_SIZE,
-        M=pages,
-        N=HEADS,
-        K=KV_HEADS,
-        H=head_dim,
-    )
+    device = device if device.is_gpu else find_card("H200").limits
+    kind = "decode" if op == "decode" else "ragged"
+    return dataclasses.replace(case(kind, dtype, tokens, rows, pages, H=head_dim), device=device)
 
 
 def changes(config: Any, base: Any) -> dict[str, Any]:
@@ -131,7 +120,6 @@ def runner(op: str, config: Any, interpret: bool) -> Callable[..., jax.Array]:
 
 
 def reason(error: Exception) -> str:
-    """Give the message of an exception, in one line."""
     lines = str(error).splitlines() or ["without a word"]
     return f"{type(error).__name__}: {lines[0][:160]}"
 
@@ -240,10 +228,7 @@ class Target:
 def targets(
     dtypes: Sequence[str], head_dims: Sequence[int], tiny: bool = False
 ) -> Iterator[Target]:
-    """List every bucket of every operation that takes a dtype and head dim.
-
-    In the order given.
-    """
+    """List every bucket of every operation that takes a dtype and head dim, in their order."""
     for dtype, head_dim, op in itertools.product(dtypes, head_dims, OPERATIONS):
         if op == "mosaic_ragged" and (tiny or dtype not in ("bfloat16", "float16")):
             continue
@@ -340,9 +325,7 @@ def report_to_merge(text: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu.tune_kernels", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = script_parser("scripts.gpu.tune_kernels", __doc__)
     parser.add_argument(
         "--merge", type=report_to_merge, metavar="REPORT", help="write what gpu_report.py found"
     )
@@ -366,4 +349,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(interruptible(main))
+    run_main(main)

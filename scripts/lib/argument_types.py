@@ -8,8 +8,28 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxserve.commands.argument_types import positive_integer, writable_file, writable_folder
+
+
+def script_parser(name: str, doc: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Make the parser of `python -m NAME`. Its --help prints the docstring of the module."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
+    )
+
+
+def bench_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark, as `script_parser` does, with the option --json."""
+    parser = script_parser(name, doc)
+    parser.add_argument(
+        "--json", type=results_file, help="write the numbers here, beside those there"
+    )
+    return parser
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 # A model's name is that of its shape, with this behind it where engines run it in bfloat16.
 BFLOAT16 = "-bf16"
 
@@ -15,41 +17,30 @@ COMMON = {
     "tie_word_embeddings": True,
     "hidden_act": "silu",
 }
+
+
+def sizes(
+    layers: int, width: int, heads: int, kv_heads: int, mlp: int, **others: Any
+) -> dict[str, Any]:
+    """Return the fields of a config.json that give a model its size, and others as named."""
+    return others | {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": mlp,
+    }
+
+
 SHAPES = {
     # For tests of the comparison itself.
-    "tiny": {
-        "vocab_size": 1024,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
+    "tiny": sizes(2, 64, 2, 1, 128, vocab_size=1024),
     # 14M parameters, two thirds of them in the vocabulary.
-    "small": {
-        "vocab_size": 32000,
-        "hidden_size": 288,
-        "intermediate_size": 768,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-    },
+    "small": sizes(6, 288, 6, 2, 768, vocab_size=32000),
     # 137M parameters in 14 layers of the width of GPT-2 small.
-    "wide": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 14,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-    },
+    "wide": sizes(14, 768, 12, 4, 2048),
     # SmolLM-135M: 30 narrow layers, and 1.6 times the KV cache a token.
-    "deep": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-    },
+    "deep": sizes(30, 576, 9, 3, 1536),
 }
 
 

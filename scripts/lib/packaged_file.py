@@ -83,7 +83,6 @@ def is_whole(path: Path, sha256: str) -> bool:
 
 @contextmanager
 def _turn(folder: Path, name: str) -> Iterator[None]:
-    """Hold a file's place in the folder: several processes may want it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / f".{name}.lock").open("w")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from jaxserve.execution.hosts.group import Group
 from jaxserve.execution.runner import OnProgress, Runner
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.settings.config import EngineConfig
@@ -34,8 +32,6 @@ def plan_of_model(
 
     Args:
         config: resolved (see `EngineConfig.resolve`).
-        model_config: of the model.
-        model: to start.
         greedy_decode: see `BucketSet`; None for yes on a GPU.
         device: to start on; None for JAX's, on which the model is placed.
     """
@@ -60,25 +56,6 @@ def model_leaves(model: Decoder) -> list[Any]:
     return jax.tree.leaves(nnx.state(model))
 
 
-def warm_up_of(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: Decoder,
-    directory: Path | None = None,
-    group: Group | None = None,
-) -> WarmUp:
-    """Plan the start of a model, and return the start of its runner.
-
-    Args:
-        config: resolved (see `EngineConfig.resolve`).
-        model_config: of the model.
-        model: with its arrays.
-        directory: of compiled programs; None keeps none.
-        group: of hosts that the engine runs on.
-    """
-    return WarmUp(plan_of_model(config, model_config, model), directory, group=group)
-
-
 def start_runner(
     config: EngineConfig,
     model_config: ModelConfig,
@@ -90,9 +67,6 @@ def start_runner(
 
     Args:
         config: resolved (see `EngineConfig.resolve`).
-        model_config: of the model.
-        model: with its arrays.
-        on_progress: receives progress.
         greedy_decode: see `BucketSet`; None for yes on a GPU.
     """
     plan = plan_of_model(config, model_config, model, greedy_decode)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import jax
 
 WEIGHTS = "products with weights"
 GATHER = "attention: gather of pages"
@@ -120,6 +125,26 @@ def read_events(trace: Path) -> list[dict[str, Any]]:
     for event in found:
         event["on_card"] = event.get("pid") in cards
     return [event for event in found if (event.get("pid"), event.get("tid")) not in repeats]
+
+
+@contextmanager
+def recorded(host_level: int, copy: Path | None = None) -> Iterator[list[dict[str, Any]]]:
+    """Run a block under JAX's profiler. Yield a list, which gets the events when the block ends.
+
+    Args:
+        host_level: detail of the host's events, from 0 to 3.
+        copy: file that gets the trace.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level, options.python_tracer_level = host_level, 0
+    events: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            yield events
+        [trace] = Path(folder).rglob("*.trace.json.gz")
+        events += read_events(trace)
+        if copy is not None:
+            shutil.copyfile(trace, copy)
 
 
 def kernel_times(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, int]]:

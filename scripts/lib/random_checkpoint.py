@@ -1,13 +1,14 @@
-"""A random Llama as a Hugging Face folder, which every engine reads or converts."""
+"""Random checkpoints as Hugging Face folders, written tensor by tensor, of any size."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from scripts.lib.model_shapes import COMMON, SHAPES
@@ -15,64 +16,109 @@ from scripts.lib.model_shapes import COMMON, SHAPES
 # Below are <unk>, <s>, </s> and room for tokens that engines treat as special.
 FIRST_ORDINARY_ID = 16
 SPECIAL = ("<unk>", "<s>", "</s>")
+# Odd: rows, whose lengths are even, begin at another place of the block each.
+BLOCK = (1 << 22) - 3
+# By their names in files of safetensors.
+DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
+NAMES = {np.dtype(dtype).name: name for name, dtype in DTYPES.items()}
+Shape = tuple[int, ...]
 
 
 def config_of(shape: str) -> dict[str, Any]:
     return COMMON | {"bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"} | SHAPES[shape]
 
 
-def random_checkpoint(shape: str, folder: Path, seed: int = 0) -> Path:
-    """Write the checkpoint unless it is there. Return its folder.
+def random_checkpoint(shape: str, folder: Path) -> Path:
+    """Write a Llama in float32, which every engine reads or converts. Return its folder.
 
-    Every projection has variance 1 / inputs. Projections into the residual stream are divided by
-    their number, 2 * layers, as `jaxserve.weights.random_weights` draws them: logits of about unit
-    size, and answers that do not repeat themselves.
+    The checkpoint is not written again where it is there already. Logits are of about unit size,
+    so that answers do not repeat themselves.
     """
-    folder = folder / f"{shape}-{seed}"
-    if (folder / "model.safetensors").exists():
+    folder, config = folder / f"{shape}-0", config_of(shape)
+    if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    config = config_of(shape)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(
         json.dumps({"bos_token_id": 1, "eos_token_id": 2, "do_sample": False})
     )
     _write_tokenizer(folder, config["vocab_size"])
-    partial = folder / "model.partial"
-    save_file(_tensors(config, np.random.default_rng(seed)), partial, {"format": "pt"})
-    partial.rename(folder / "model.safetensors")
+    return write_checkpoint(config, folder, "float32")
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, Shape]:
+    """Return the shapes of the tensors of a config.json's model by name."""
+    # Imported here: it imports JAX, for which some processes must be prepared first.
+    from jaxserve.models import checkpoint_weights, parse_model_config
+    from jaxserve.models.weight_table import dimensions
+
+    parsed = parse_model_config(config)
+    letters = dimensions(parsed)
+    return {weight.name: weight.shape(letters) for weight in checkpoint_weights(parsed)}
+
+
+def write_checkpoint(
+    config: dict[str, Any], folder: Path, dtype: str, shard_bytes: float = math.inf
+) -> Path:
+    """Write config.json and the weights, without a tokenizer, unless they are there.
+
+    Args:
+        config: contents of the config.json, which is written last.
+        folder: made if missing, and returned.
+        dtype: "float32", "bfloat16" or "float16".
+        shard_bytes: a file ends with the tensor with which it reaches this size.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, Shape]] = [{}]
+    size = 0
+    for name, shape in tensor_shapes(config).items():
+        if size >= shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = shape
+        size += math.prod(shape) * np.dtype(dtype).itemsize
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{number:05}.safetensors" for number in range(1, len(shards) + 1)]
+        pairs = zip(files, shards, strict=True)
+        index = {"metadata": {}, "weight_map": {name: file for file, s in pairs for name in s}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    rng, depth = np.random.default_rng(0), (2 * config["num_hidden_layers"]) ** -0.5
+    for file, shapes in zip(files, shards, strict=True):
+        _write(folder / file, shapes, dtype, depth, rng)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 
 
-def _tensors(config: dict[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    width, mlp, layers = (
-        config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
-    )
-    kv = width // config["num_attention_heads"] * config["num_key_value_heads"]
-    depth = (2 * layers) ** -0.5
+def _write(
+    path: Path, shapes: dict[str, Shape], dtype: str, depth: float, rng: np.random.Generator
+) -> None:
+    """Write a file in the format of safetensors. Tensors with one axis are ones.
 
-    def draw(outputs: int, inputs: int, scale: float = 1.0) -> np.ndarray:
-        return rng.standard_normal((outputs, inputs), np.float32) * np.float32(scale * inputs**-0.5)
-
-    tensors = {
-        "model.embed_tokens.weight": draw(config["vocab_size"], width),
-        "model.norm.weight": np.ones(width, np.float32),
-    }
-    for layer in range(layers):
-        parts = {
-            "self_attn.q_proj": draw(width, width),
-            "self_attn.k_proj": draw(kv, width),
-            "self_attn.v_proj": draw(kv, width),
-            "self_attn.o_proj": draw(width, width, depth),
-            "mlp.gate_proj": draw(mlp, width),
-            "mlp.up_proj": draw(mlp, width),
-            "mlp.down_proj": draw(width, mlp, depth),
-            "input_layernorm": np.ones(width, np.float32),
-            "post_attention_layernorm": np.ones(width, np.float32),
-        }
-        for name, tensor in parts.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = tensor
-    return tensors
+    Matrices repeat one block of normal numbers: a program takes no longer with others, and drawing
+    them would take longer than writing them. Every projection has variance 1 / inputs, as in
+    `jaxserve.weights.random_weights`. Projections into the residual stream are scaled by `depth`.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    normal, ones = rng.standard_normal(BLOCK, np.float32), np.ones(BLOCK, np.float32)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            scale = depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            block = ones if len(shape) == 1 else normal * (scale * shape[-1] ** -0.5)
+            numbers = block.astype(dtype)
+            place, left = int(rng.integers(BLOCK)), math.prod(shape)
+            while left:
+                part = numbers[place : place + left]
+                file.write(part.view(np.uint8).data)
+                place, left = 0, left - len(part)
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> None:

@@ -1,23 +1,23 @@
-"""Process of `jaxserve serve`: started, waited for, stopped."""
+"""Processes of servers: started, waited for, stopped."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from scripts.lib.paths import ROOT
+from scripts.lib.processes import cpu_seconds
 
 START_S, STOP_S, PROGRAMS_S = 300, 60, 1200
 
@@ -29,71 +29,89 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def cpu_seconds(number: int) -> float:
-    """Return CPU time of a process so far (Linux only).
-
-    Raises:
-        OSError: there is no such process.
-    """
-    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-class Server:
-    """Server in a process of its own, as a context manager.
+class Serving:
+    """Server of any kind in a process of its own, as a context manager.
 
     Args:
-        arguments: of `jaxserve serve`, besides the port.
-        port: to listen on, by default a free one.
+        url: without `/v1`.
+        ready: path that is answered with a status of success once the server is ready.
+        environment: all of its variables. None means those of this process.
+        folder: that it runs in.
+        log: file for its output. None means a temporary one.
+        start_s, stop_s: most seconds of its start, and of its end after SIGTERM.
 
     Attributes:
-        url: without `/v1`.
         process: the running server.
+        start_seconds: from the start of the process until it was ready.
 
     Raises:
         RuntimeError: on entering, with the server's output: it did not come up.
     """
 
-    def __init__(self, *arguments: str, port: int | None = None) -> None:
-        port = free_port() if port is None else port
-        self.url = f"http://127.0.0.1:{port}"
-        self._command = [sys.executable, "-m", "jaxserve", "serve", "--port", str(port), *arguments]
-        self._stack = ExitStack()
+    def __init__(
+        self,
+        command: list[str],
+        url: str,
+        *,
+        ready: str = "/health",
+        environment: Mapping[str, str] | None = None,
+        folder: Path = ROOT,
+        log: Path | None = None,
+        start_s: float = START_S,
+        stop_s: float = STOP_S,
+    ) -> None:
+        self.url, self.start_seconds = url, 0.0
         self.process: subprocess.Popen[bytes]
+        self._command, self._ready, self._environment = command, ready, environment
+        self._folder, self._log_path = folder, log
+        self._start_s, self._stop_s = start_s, stop_s
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._log = self._stack.enter_context(tempfile.TemporaryFile("w+"))
+        path = self._log_path
+        log = tempfile.TemporaryFile("w+") if path is None else path.open("w+")
+        self._log = self._stack.enter_context(log)
+        begin = time.perf_counter()
         # A process group of its own: an interrupt at the terminal is for us to pass on.
         self.process = subprocess.Popen(
-            self._command, cwd=ROOT, stdout=self._log, stderr=self._log, start_new_session=True
+            self._command,
+            cwd=self._folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
         )
         try:
-            self._wait()
+            self._has_begun()
+            self._wait(begin)
         except BaseException:
-            self.process.kill()
-            self.process.wait()
-            self._stack.close()
+            self.__exit__()
             raise
         return self
 
-    def _wait(self) -> None:
-        end = time.monotonic() + START_S
-        while time.monotonic() < end:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self.process.returncode}: {self.log()}")
-            try:
-                with urlopen(self.url + "/health", timeout=5):
-                    return
-            except (URLError, OSError):
-                time.sleep(0.1)
-        raise RuntimeError(f"the server was not ready after {START_S} s: {self.log()}")
+    def _has_begun(self) -> None:
+        """Prepare a process that has just been started. Subclasses override it."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _wait(self, begin: float) -> None:
+        while time.perf_counter() < begin + self._start_s:
+            if (status := self.process.poll()) is not None:
+                raise RuntimeError(f"the server ended with {status}: {self.last_words()}")
+            if self.is_ready():
+                self.start_seconds = time.perf_counter() - begin
+                return
+            time.sleep(0.05)
+        raise RuntimeError(f"the server was not ready after {self._start_s} s: {self.last_words()}")
+
+    def is_ready(self) -> bool:
+        """Return whether the server answers."""
+        try:
+            with urlopen(self.url + self._ready, timeout=5):
+                return True
+        except (URLError, OSError):
+            return False
+
+    def __exit__(self, *_: object) -> None:
         self.stop()
         self._stack.close()
 
@@ -102,7 +120,7 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(STOP_S)
+                self.process.wait(self._stop_s)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -114,9 +132,32 @@ class Server:
         self._log.seek(0)
         return self._log.read()
 
+    def last_words(self) -> str:
+        """Return the part of the output that explains a failed start."""
+        return self.log()
+
     def cpu_seconds(self) -> float:
         """Return CPU time of the server so far (Linux only)."""
         return cpu_seconds(self.process.pid)
+
+
+class Server(Serving):
+    """`jaxserve serve` in a process of its own.
+
+    Args:
+        arguments: of `jaxserve serve`, besides the port.
+        port: to listen on, by default a free one.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        port = free_port() if port is None else port
+        command = [sys.executable, "-m", "jaxserve", "serve", "--port", str(port), *arguments]
+        super().__init__(command, f"http://127.0.0.1:{port}", environment=environment)
 
 
 def ask(url: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Any:

@@ -6,6 +6,9 @@ kernels, so that a comparison shows the schedule alone. For benchmarks and the d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from jaxserve.scheduling.budget import TokenShares
@@ -31,8 +34,6 @@ class StaticScheduler(Scheduler):
     There is no prefix cache.
 
     Args:
-        pool: the pages.
-        slots: the slot table.
         max_num_batched_tokens: token budget of a step, padding included.
         padded: whether padding is computed.
         batch_size: most sequences in a batch. None means as many as the slots allow.
@@ -126,7 +127,6 @@ class StaticScheduler(Scheduler):
         return take[:, 0], int(take[:, 0].sum())
 
     def _prompt_padding(self) -> LaunchPlan:
-        """Make rows for this step's share of the padding of the prompts."""
         slots = np.flatnonzero(self._padding_now)
         counts = self._padding_now[slots]
         starts = self._padded_length - self._padding[slots]
@@ -135,7 +135,6 @@ class StaticScheduler(Scheduler):
         return self._null_rows(starts, counts)
 
     def _decode_padding(self, plan: LaunchPlan | None) -> LaunchPlan:
-        """Make a row of one token for each sequence of the batch that has ended."""
         missing = 0 if plan is None else self._num_members - len(plan)
         start = min(self._padded_length, self.slots.max_model_len - 1)
         self._padded_length += 1
@@ -162,3 +161,18 @@ def _joined(*plans: LaunchPlan) -> LaunchPlan:
         samples=column("samples"),
         generations=column("generations"),
     )
+
+
+def static(batch_size: int, padded: bool) -> Callable[[Any, PagePool, SlotTable], StaticScheduler]:
+    """Return the function with which an engine makes a static scheduler."""
+
+    def make(config: Any, pool: PagePool, slots: SlotTable) -> StaticScheduler:
+        return StaticScheduler(
+            pool,
+            slots,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            padded=padded,
+            batch_size=batch_size,
+        )
+
+    return make

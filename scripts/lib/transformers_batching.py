@@ -9,7 +9,6 @@ def start_batching(network: Any, longest: int, **settings: Any) -> Any:
     """Start the manager of `generate_batch`, which itself takes one length for all requests.
 
     Args:
-        network: a causal model of Transformers.
         longest: most tokens that a request generates.
         settings: of `ContinuousBatchingConfig`, where its guesses from GPU memory do not fit.
     """

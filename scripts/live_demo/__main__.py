@@ -6,7 +6,7 @@ import time
 
 STARTED = time.perf_counter()
 
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.environment import prepare_process
 
 prepare_process()  # before anything imports JAX
 

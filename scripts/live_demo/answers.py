@@ -39,9 +39,6 @@ class AnswerFeed:
     """Running list of answers on a console.
 
     Args:
-        console: to print on.
-        engine: that serves.
-        scene: the requests.
         live: region below the answers for answers in progress, or None.
         started: when the program did, on the clock of `time.perf_counter`.
     """

@@ -11,9 +11,8 @@ from rich.live import Live
 
 from jaxserve.engine.engine import Engine
 from jaxserve.start.loaded import Loaded
-from scripts.live_demo.play import play
 from scripts.live_demo.requests import TaskAsk, make_asks
-from scripts.live_demo.scene import Scene
+from scripts.live_demo.scene import Scene, play
 from scripts.live_demo.schedules import ALONE, SLOTS, print_table, schedules, time_schedules
 from scripts.live_demo.view import Board, question_of
 
@@ -43,11 +42,7 @@ def serve_bundled(
     report(console, engine, scene, show(console, engine, scene, options))
     names = [name for name in schedules() if name != ALONE]
     print_table(console, time_schedules(console, loaded, requests, names, ROUNDS), len(requests))
-    console.print(
-        f"[dim]At most {SLOTS} sequences at once, output lengths of the trace, end tokens ignored. "
-        "Padded: to the longest prompt and answer of its batch, as one rectangular tensor; "
-        "uncached: without the prefix cache. Slot use: tokens drawn per step and slot.[/]"
-    )
+    console.print("[dim]Output lengths are those of the trace, and end tokens are ignored.[/]")
 
 
 def play_on_screen(
@@ -115,8 +110,4 @@ def report(console: Console, engine: Engine, scene: Scene[TaskAsk], seconds: flo
         f"median request {latencies[len(latencies) // 2]:.2f} s; {stats.num_preemptions} "
         f"preemptions; {stats.num_compiles} compilations since ready"
     )
-    for ask in requests:
-        if ask.error:
-            console.print(f"  request {ask.number} failed: {ask.error}")
-    if engine.has_work or stats.pages_in_use:
-        raise SystemExit("error: the engine is idle and still holds pages")
+    scene.report_failures(console, engine)

@@ -12,7 +12,7 @@ from typing import Any
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from scripts.lib.trace_rows import read_trace
-from scripts.live_demo.asks import Ask
+from scripts.live_demo.scene import Ask
 
 FILE = Path(__file__).with_name("questions.json")
 # The settings that the makers of SmolLM2 advise, and a little against repetitions. Every request

@@ -12,9 +12,8 @@ from rich.live import Live
 from jaxserve.engine.engine import Engine
 from jaxserve.start.loaded import Loaded
 from scripts.live_demo.answers import AnswerFeed
-from scripts.live_demo.play import play
 from scripts.live_demo.questions import QuestionAsk, make_question_asks
-from scripts.live_demo.scene import Scene
+from scripts.live_demo.scene import Scene, play
 from scripts.live_demo.schedules import ALONE, SLOTS, Timing, print_table, schedules, time_schedules
 
 # Positions that the longest question and its answer need, rounded up.
@@ -66,11 +65,6 @@ def compare_schedules(console: Console, loaded: Loaded, scene: Scene[QuestionAsk
     console.print()
     print_table(console, timings, len(requests))
     compare_tokens(console, timings)
-    console.print(
-        f"[dim]At most {SLOTS} sequences at once. Padded: to the longest prompt and answer of its "
-        "batch, as one rectangular tensor; uncached: without the prefix cache. Slot use: tokens "
-        "drawn per step and slot.[/]"
-    )
 
 
 def play_answers(
@@ -91,7 +85,6 @@ def play_answers(
 
 
 def report(console: Console, engine: Engine, scene: Scene[QuestionAsk], seconds: float) -> None:
-    """Report how long the requests took."""
     stats, requests = engine.stats(), scene.ended
     firsts = sorted(ask.first - ask.added for ask in requests)
     whole = sorted(ask.ended - ask.added for ask in requests)
@@ -111,11 +104,7 @@ def report(console: Console, engine: Engine, scene: Scene[QuestionAsk], seconds:
         f"  {stats.num_steps} steps, {stats.num_preemptions} preemptions, {stats.num_compiles} "
         "compilations since ready"
     )
-    for ask in requests:
-        if ask.error:
-            console.print(f"  request {ask.number} failed: {ask.error}", markup=False)
-    if engine.has_work or stats.pages_in_use:
-        raise SystemExit("error: the engine is idle and still holds pages")
+    scene.report_failures(console, engine)
 
 
 def compare_answers(console: Console, scene: Scene[QuestionAsk], alone: Timing) -> None:

@@ -11,7 +11,7 @@ from jaxserve.request import SamplingParams
 from scripts.demo_model import tasks as demo_tasks
 from scripts.demo_model.tasks import Task
 from scripts.lib.trace_rows import read_trace
-from scripts.live_demo.asks import Ask
+from scripts.live_demo.scene import Ask
 
 # Prompts of at least so many tokens are documents, each with several questions.
 DOCUMENT_TOKENS = 100

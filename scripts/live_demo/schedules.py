@@ -18,8 +18,8 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loaded import Loaded
-from scripts.lib.static_scheduler import StaticScheduler
-from scripts.live_demo.asks import Ask
+from scripts.lib.static_scheduler import static
+from scripts.live_demo.scene import Ask
 
 # Sequences that every schedule but one serves at once.
 SLOTS = 12
@@ -66,22 +66,13 @@ class Timing:
 def schedules() -> dict[str, Schedule]:
     """Name the schedules that the demo compares."""
 
-    def static(padded: bool) -> MakeScheduler:
-        return lambda config, pool, slots: StaticScheduler(
-            pool,
-            slots,
-            batch_size=SLOTS,
-            padded=padded,
-            max_num_batched_tokens=config.max_num_batched_tokens or 1,
-        )
-
     def no_cache(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Scheduler:
         return make_scheduler(replace(config, enable_prefix_caching=False), pool, slots)
 
     return {
         ALONE: Schedule(no_cache, num_rows=1, num_slots=1),
-        PADDED: Schedule(static(True), num_rows=2 * SLOTS),
-        "static, ragged": Schedule(static(False)),
+        PADDED: Schedule(static(SLOTS, True), num_rows=2 * SLOTS),
+        "static, ragged": Schedule(static(SLOTS, False)),
         "continuous, uncached": Schedule(no_cache),
         "continuous": Schedule(make_scheduler),
     }
@@ -166,3 +157,8 @@ def print_table(console: Console, timings: Mapping[str, Timing], num_asks: int) 
             f"{timing.rate / timings[PADDED].rate:.2f}x",
         )
     console.print(table)
+    console.print(
+        f"[dim]At most {SLOTS} sequences at once. Padded: to the longest prompt and answer of its "
+        "batch, as one rectangular tensor; uncached: without the prefix cache. Slot use: tokens "
+        "drawn per step and slot.[/]"
+    )

@@ -186,7 +186,6 @@ def _rule(title: str, width: int) -> Text:
 
 
 def _figures(groups: tuple[list[tuple[str, str]], ...]) -> Text:
-    """Format named figures: dim names, bright values."""
     line = Text()
     for group in groups:
         line.append("  ")

@@ -27,20 +27,19 @@ import os
 import shutil
 import signal
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import numpy as np
 
 from jaxserve.commands.argument_types import positive, positive_integer
-from scripts.lib.argument_types import results_file
+from scripts.lib.argument_types import bench_parser
+from scripts.lib.processes import memory_bytes
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.run_record import about_run, keep
-from scripts.lib.server_process import Server, ask, free_port, read_metric
+from scripts.lib.server_process import Server, Serving, free_port, read_metric
 from scripts.serving.fleet_load import MODEL, Load
 from scripts.serving.replicas import (
     SMALL,
@@ -48,7 +47,6 @@ from scripts.serving.replicas import (
     cpu_seconds,
     cpu_since,
     open_files,
-    resident,
 )
 
 IDLE_SECONDS = 4.0
@@ -89,7 +87,6 @@ async def _streams(url: str) -> int:
 
 
 async def _short(url: str) -> float:
-    """Return the median seconds of a request for one token."""
     body = {"model": MODEL, "prompt": "Reverse: a-b", "max_tokens": 1, "temperature": 0}
     seconds = []
     async with aiohttp.ClientSession() as session:
@@ -127,33 +124,18 @@ def measure_front(name: str, url: str, serving: list[int], others: list[int]) ->
     return row
 
 
-@contextmanager
-def _vllm_router(target: str) -> Iterator[tuple[str, int]]:
-    port = free_port()
-    words = ["vllm-router", "--worker-urls", target, "--host", "127.0.0.1", "--port", str(port)]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            end = time.monotonic() + READY_SECONDS
-            url = f"http://127.0.0.1:{port}"
-            while time.monotonic() < end:
-                with suppress(OSError):
-                    ask(f"{url}/v1/models")
-                    break
-                time.sleep(0.2)
-            yield url, process.pid
-        finally:
-            process.terminate()
-
-
 def cost(arguments: argparse.Namespace) -> Result:
     """Measure every front in one run, each with one replica."""
     results: Result = {}
     with Server(*SMALL) as server:
         results["bare"] = measure_front("bare", server.url, [server.process.pid], [])
         if shutil.which("vllm-router"):
-            with _vllm_router(server.url) as (url, number):
-                row = measure_front("vllm-router", url, [server.process.pid], [number])
-                results["vllm-router"] = row
+            port = str(free_port())
+            words = ["vllm-router", "--worker-urls", server.url, "--host", "127.0.0.1"]
+            url = f"http://127.0.0.1:{port}"
+            with Serving([*words, "--port", port], url, ready="/v1/models") as router:
+                numbers = [server.process.pid], [router.process.pid]
+                results["vllm-router"] = measure_front("vllm-router", url, *numbers)
     for name, with_haproxy in (("ray", False), ("ray_haproxy", True)):
         more = ("--autoscaling-config", '{"min_replicas": 1, "max_replicas": 1}')
         with Fleet(*more, num_replicas=1, with_haproxy=with_haproxy) as fleet:
@@ -204,7 +186,6 @@ async def kill_once(fleet: Fleet, count: int, max_retries: int) -> Result:
 
 
 def kill(arguments: argparse.Namespace) -> Result:
-    """Kill a replica again and again."""
     runs = []
     with Fleet(with_haproxy=arguments.haproxy) as fleet:
         for number in range(arguments.times):
@@ -269,7 +250,7 @@ def soak(arguments: argparse.Namespace) -> Result:
             while (now := time.monotonic()) < started + arguments.seconds:
                 await load.run(48, 8, kinds="uusa")
                 alive = [number for number in steady if number in fleet.processes()]
-                memory, files = sum(map(resident, alive)), sum(map(open_files, alive))
+                memory, files = memory_bytes(alive), sum(map(open_files, alive))
                 samples.append((now - started, memory, files))
                 if now - last_kill > KILL_EVERY and len(fleet.replicas()) == 2:
                     os.kill(fleet.replicas()[kills % 2], signal.SIGKILL)
@@ -306,15 +287,12 @@ SCENES: dict[str, Callable[[argparse.Namespace], Result]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.serving.fleet", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = bench_parser("scripts.serving.fleet", __doc__)
     parser.add_argument("--scene", choices=SCENES, required=True)
     parser.add_argument("--times", type=positive_integer, default=20, help="of kill")
     parser.add_argument("--seconds", type=positive, default=1800.0, help="of soak")
     parser.add_argument("--max-retries", type=int, default=2, help="of the openai client")
     parser.add_argument("--haproxy", action="store_true", help="in front of kill, scale and soak")
-    parser.add_argument("--json", type=results_file, help="file to keep the results in")
     arguments = parser.parse_args()
     end_at_sigterm()
     about = about_run()

@@ -48,12 +48,7 @@ class Outcomes:
 
 
 class Load:
-    """Greedy requests whose answers are known.
-
-    Args:
-        url: of the server, without `/v1`.
-        max_retries: of the client.
-    """
+    """Greedy requests of the openai client whose answers are known. `url` is without `/v1`."""
 
     def __init__(self, url: str, max_retries: int) -> None:
         self._client = openai.AsyncOpenAI(
@@ -141,8 +136,6 @@ class Load:
         """Make requests, some at once, and wait for all.
 
         Args:
-            count: of requests.
-            at_once: number in progress.
             kinds: in turn: u for unary, s for a stream, a for an abandoned stream.
             on_done: called with the number of requests that have ended.
         """

@@ -42,7 +42,6 @@ def client(front: Front, retries: int = 0) -> OpenAI:
 
 
 def check_answer(api: OpenAI) -> None:
-    """Check the answer to a question."""
     answer = api.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert answer.choices[0].message.content == ANSWER
 
@@ -133,7 +132,6 @@ def check_messages(front: Front) -> None:
 
 
 def check_models(front: Front) -> None:
-    """Check GET /v1/models."""
     with client(front) as api:
         assert [model.id for model in api.models.list()] == [MODEL]
 

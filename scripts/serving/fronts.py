@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.commands.argument_types import integer_from_0
+from scripts.lib.argument_types import script_parser
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import end_at_sigterm, run_main
 from scripts.lib.run_record import about_run, plain
@@ -31,11 +32,7 @@ _MOST_CHARACTERS = 160
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.serving.fronts",
-        description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
-    )
+    parser = script_parser("scripts.serving.fronts", __doc__, allow_abbrev=False)
     parser.add_argument("--fronts", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--programs", type=Path, default=PROGRAMS, help="folder of their programs")
     parser.add_argument("--kills", type=integer_from_0, default=0, help="of replicas, under load")
@@ -44,7 +41,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def version(kind: str, programs: Path) -> str:
-    """Return a router's version, of its package."""
     code = f"from importlib.metadata import version; print(version({KINDS[kind].package!r}))"
     command = [str(programs / "python"), "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-from scripts.lib.server_process import free_port
+from scripts.lib.server_process import Serving, free_port
 
 PACKAGE = "open-webui==0.12.4"
 SECONDS = 1200  # until it answers, and of an answer
@@ -38,45 +35,24 @@ def chat_with_open_webui(
 
     Args:
         program: `open-webui` as it is installed.
-        url: of the server that it calls.
         home: an empty folder for its files.
-        key: of the server.
-        model: of the server.
-        question: of the chat.
 
     Raises:
         RuntimeError: it did not answer. The message has the end of its output.
     """
-    port, log = free_port(), home / "log"
+    port = str(free_port())
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "DATA_DIR": str(home), **_QUIET}
     environment |= {"OPENAI_API_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
-    with log.open("w") as said:
-        process = subprocess.Popen(
-            [str(program), "serve", "--host", "127.0.0.1", "--port", str(port)],
-            cwd=home,
-            env=environment,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-        )
+    command = [str(program), "serve", "--host", "127.0.0.1", "--port", port]
+    address = f"http://127.0.0.1:{port}"
+    with Serving(command, address, environment=environment, folder=home, start_s=SECONDS) as server:
         try:
-            _chat(f"http://127.0.0.1:{port}", process, model, question)
+            _chat(address, model, question)
         except (OSError, RuntimeError) as error:
-            raise RuntimeError(f"{PACKAGE}: {error}\n{log.read_text()[-2000:]}") from error
-        finally:
-            process.terminate()
-            process.wait()
+            raise RuntimeError(f"{PACKAGE}: {error}\n{server.log()[-2000:]}") from error
 
 
-def _chat(url: str, process: subprocess.Popen[bytes], model: str, question: str) -> None:
-    end = time.monotonic() + SECONDS
-    while True:
-        try:
-            _call(f"{url}/health", None, {})
-            break
-        except URLError as error:
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError("it does not start") from error
-            time.sleep(1)
+def _chat(url: str, model: str, question: str) -> None:
     # Without accounts there is one user, who has this name.
     user = {"email": "admin@localhost", "password": "admin"}
     token = json.loads(_call(f"{url}/api/v1/auths/signin", user, {}))["token"]

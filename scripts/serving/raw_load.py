@@ -36,7 +36,6 @@ class RawLoad:
 
     Args:
         target: server and form of the requests.
-        works: the requests.
         num_kept: connections that are kept, for all requests. A request waits for a free one. With
             None each request has a connection of its own.
     """

@@ -10,7 +10,6 @@ every text. A test sends it again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from scripts.lib.argument_types import script_parser
 from scripts.lib.paths import ROOT
 from scripts.lib.random_checkpoint import FIRST_ORDINARY_ID, random_checkpoint
 from scripts.lib.run_main import end_at_sigterm, run_main
@@ -153,9 +153,7 @@ CLIENTS = {
 
 def main() -> int:
     """Record each client that is asked for. Return 1 where one was refused."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.serving.record_clients", description=__doc__
-    )
+    parser = script_parser("scripts.serving.record_clients", __doc__)
     names = [*CLIENTS, OPEN_WEBUI]
     parser.add_argument("clients", nargs="*", choices=[*names, []], metavar="CLIENT", default=[])
     parser.add_argument("--npm", metavar="FOLDER", type=Path, help="where npm installed them")
@@ -325,7 +323,6 @@ def shape_of(value: Any, name: str = "") -> Any:
 
 
 def _first_of_each(parts: list[Any]) -> list[Any]:
-    """Leave out tools beyond the first ones of each type."""
     kept: list[Any] = []
     seen: dict[str, int] = {}
     for part in parts:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
-from scripts.lib import server_process
+from scripts.lib import processes
+from scripts.lib.processes import tree, words_of
 from scripts.lib.server_process import Server, ask
 
 # Few slots and two sizes of steps, for the bundled model on a small machine.
@@ -29,8 +29,6 @@ class Fleet(Server):
     """Replicas of the bundled model on a cluster of their own, as a context manager.
 
     Args:
-        arguments: of `jaxserve serve` besides.
-        num_replicas: replicas to start.
         with_haproxy: whether HAProxy is in front instead of Serve's own proxy.
         environment: variables for all of its processes.
 
@@ -45,35 +43,26 @@ class Fleet(Server):
         with_haproxy: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        proxy = {"RAY_SERVE_ENABLE_HA_PROXY": "1"} if with_haproxy else {}
         super().__init__(
             *SMALL,
             *("--data-parallel-size", str(num_replicas), "--data-parallel-backend", "ray"),
             *("--ray-actor-options", SHARE),
             *(("--host", "0.0.0.0", "--insecure") if with_haproxy else ()),
             *arguments,
+            environment=os.environ | dict(environment or {}) | proxy,
         )
-        variables = dict(environment or {})
-        if with_haproxy:
-            variables["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
-        words = [f"{name}={value}" for name, value in variables.items()]
-        self._command = ["env", *words, *self._command]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         before = self.processes()
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
         left = left_over(before)
         for number in left:
             os.kill(number, signal.SIGKILL)
-        if left and error is None:
+        if left and not any(error):
             raise RuntimeError(f"processes were left over: {', '.join(left.values())}")
 
     def processes(self) -> dict[int, str]:
-        """Return the fleet's processes: number and command line."""
         return descendants(self.process.pid)
 
     def replicas(self) -> list[int]:
@@ -94,33 +83,13 @@ class Fleet(Server):
         return {ask(self.url + "/v1/models")["data"][0]["created"] for _ in range(attempts)}
 
 
-def _stat(folder: Path) -> tuple[int, str]:
-    """Return a process's parent and its time of start, which tell it from a later one."""
-    fields = (folder / "stat").read_text().rpartition(")")[2].split()
-    return int(fields[1]), fields[19]
-
-
 def descendants(root: int) -> dict[int, str]:
     """Return a process and all below it, with their command lines."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                children.setdefault(_stat(folder)[0], []).append(int(folder.name))
-            except OSError:
-                continue
-    found: dict[int, str] = {}
-    waiting = [root]
-    while waiting:
-        number = waiting.pop()
-        waiting += children.get(number, [])
-        try:
-            line = Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            found[number] = line.strip()
+    found = {}
+    for number in tree(root):
+        with suppress(OSError):
+            if line := words_of(number):
+                found[number] = line
     return found
 
 
@@ -130,24 +99,15 @@ def left_over(before: dict[int, str], seconds: float = LEAVE_SECONDS) -> dict[in
     while True:
         left = {}
         for number, line in before.items():
-            try:
-                now = Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-            if now.strip() == line:
-                left[number] = line
+            with suppress(OSError):
+                if words_of(number) == line:
+                    left[number] = line
         if not left or time.monotonic() > end:
             return left
         time.sleep(0.2)
 
 
-def resident(number: int) -> int:
-    """Return the bytes of memory of a process."""
-    return int(Path(f"/proc/{number}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def open_files(number: int) -> int:
-    """Return the number of files that a process has open."""
     return len(list(Path(f"/proc/{number}/fd").iterdir()))
 
 
@@ -156,7 +116,7 @@ def cpu_seconds(numbers: Iterable[int]) -> dict[int, float]:
     found = {}
     for number in numbers:
         with suppress(OSError):
-            found[number] = server_process.cpu_seconds(number)
+            found[number] = processes.cpu_seconds(number)
     return found
 
 

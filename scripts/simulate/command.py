@@ -31,8 +31,9 @@ from jaxserve.commands.argument_types import (
     writable_file,
 )
 from jaxserve.errors import JaxserveError
-from jaxserve.settings.config import EngineConfig, prepare_process
-from scripts.lib.argument_types import at_most
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import prepare_process
+from scripts.lib.argument_types import at_most, script_parser
 from scripts.lib.model_shapes import SHAPES as MODELS
 from scripts.lib.random_checkpoint import random_checkpoint
 from scripts.lib.run_record import about_run
@@ -126,7 +127,6 @@ def make_load(
 
 
 def do_run(arguments: argparse.Namespace) -> int:
-    """Run `run`."""
     times = Assumed(SHAPES[arguments.shape])
     pages = int((0.9 * 141e9 - times.shape.weight_bytes - 4e9) / (times.shape.kv_bytes * 16))
     setting = read_setting(Setting(256, 8192, pages, 8192), arguments.set)
@@ -222,7 +222,6 @@ def _write(arguments: argparse.Namespace, result: Mapping[str, Any]) -> None:
 
 
 def add_run(command: argparse.ArgumentParser) -> None:
-    """Add the options of `run`."""
     about = "model on an H200 that runs near its ceilings (default: %(default)s)"
     command.add_argument("--shape", choices=SHAPES, default="8b", help=about)
     goals = f"most milliseconds of {', '.join(OBJECTIVES)} of a good request (default: no goodput)"
@@ -243,7 +242,6 @@ def add_run(command: argparse.ArgumentParser) -> None:
 
 
 def add_validate(command: argparse.ArgumentParser) -> None:
-    """Add the options of `validate`."""
     model = (
         f"a folder, or a random Llama: {', '.join(MODELS)} (16 rows of 1,024 tokens) "
         "(default: %(default)s)"
@@ -278,11 +276,7 @@ def add_load(command: argparse.ArgumentParser, unless: str) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.simulate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = script_parser("scripts.simulate", __doc__)
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("run", help="one setting under one load")
     command.set_defaults(function=do_run, refuse=command.error)

@@ -78,7 +78,6 @@ class Line:
     edges: tuple[float, ...] = ()
 
     def at(self, amount: float) -> float:
-        """Compute the value on the line."""
         return self.fixed + self.each * amount
 
     def micros(self, amount: float, luck: float) -> float:
@@ -102,7 +101,6 @@ class Samples:
         self.found.setdefault(name, []).append((amount, 1e6 * least, 1e6 * seconds))
 
     def update(self, other: Samples) -> None:
-        """Add the samples of another collection."""
         for name, samples in other.found.items():
             self.found.setdefault(name, []).extend(samples)
         for name, waited in other.waited.items():

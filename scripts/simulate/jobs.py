@@ -42,12 +42,9 @@ def make_jobs(
 
     Args:
         trace: a name of `trace_rows.TRACES`, or rows.
-        scale: lengths are divided by this.
         rate: requests a second on average. None means the trace's own.
         max_model_len: longer requests are cut, the prompt at its end.
-        vocabulary: token ids are below this.
         arrivals: "trace" keeps the trace's gaps, "poisson" draws them.
-        seed: of prompts and gaps.
     """
     rows = read_trace(None, trace) if isinstance(trace, str) else trace
     count = len(rows) if count is None else count

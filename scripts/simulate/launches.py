@@ -168,7 +168,6 @@ class LaunchLog:
         return float(np.median(calls or [min(taken, default=0.0)])), float(np.median(reads or [0]))
 
     def close(self) -> None:
-        """Restore the engine's methods."""
         for owner, name in self._restore:
             delattr(owner, name)
         self._restore.clear()
@@ -211,7 +210,6 @@ class LaunchLog:
 def add_request(
     engine: Engine, name: str, tokens: list[int], output: int, sink: Callable[[Delta], None]
 ) -> None:
-    """Queue a greedy request of a given length."""
     sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     engine.add(engine.requests.make(tokens, sampling, request_id=name), sink)
 

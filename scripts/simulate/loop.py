@@ -152,8 +152,6 @@ class Simulation:
     submitted and the one before it has ended.
 
     Args:
-        setting: of the engine.
-        times: of its steps.
         seed: of the quantiles of the times of the loop's parts.
     """
 
@@ -223,7 +221,6 @@ class Simulation:
             heapq.heappush(self._ready, (when, self._arrivals, job))
 
     def _iterate(self, closed: bool) -> None:
-        """Run one turn of the loop."""
         begun = self.now
         if not self.scheduler.has_work and self._in_flight is None:
             begun = self.now = max(self.now, self._ready[0][0])

@@ -37,7 +37,6 @@ def load_engine(config: EngineConfig) -> Loaded:
 
 
 def setting_of(loaded: Loaded) -> Setting:
-    """Make the settings of a simulation of this engine."""
     config, buckets = loaded.config, loaded.runner.buckets
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     decode = tuple(b.num_tokens for b in buckets if b.decode_only and not b.greedy)
@@ -146,7 +145,6 @@ def _decode_times(steps: _Steps, bucket: Bucket, fewest: int) -> tuple[Line, flo
 
 
 def _through(most: tuple[int, float], few: tuple[int, float]) -> Line:
-    """Fit the line through the times of all and of few tokens of a bucket. It never falls."""
     each = max(0.0, most[1] - few[1]) / max(most[0] - few[0], 1)
     return Line(most[1] - each * most[0], each)
 
@@ -209,7 +207,6 @@ def in_the_loop(served: Served, among: Sequence[Served] = ()) -> Measured:
     """Return the table with lines fitted to the launches of a load.
 
     Args:
-        served: the load.
         among: loads from which the samples come that are too rare in this one, such as the largest
             launches, which make the slowest requests.
     """

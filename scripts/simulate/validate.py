@@ -80,10 +80,7 @@ def stolen(path: Path = Path("/proc/stat")) -> tuple[float, float]:
 
 
 def cut(jobs: list[Job], size: int) -> list[list[Job]]:
-    """Cut jobs into parts of about `size`, all of about the same length.
-
-    Each begins at 0 seconds.
-    """
+    """Cut jobs into parts of about `size` and equal lengths, each of which begins at 0 s."""
     count = max(1, round(len(jobs) / size))
     edges = np.linspace(0, len(jobs), count + 1).astype(int).tolist()
     return [

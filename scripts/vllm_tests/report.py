@@ -37,7 +37,6 @@ class Row:
 
 
 def read_outcomes(path: Path) -> Row:
-    """Count a file's outcomes."""
     row = Row()
     last: dict[str, dict[str, str]] = {}
     for line in path.read_text().splitlines():

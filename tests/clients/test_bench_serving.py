@@ -11,9 +11,8 @@ import pytest
 
 from jaxserve.commands.bench.client import open_client, run_load
 from jaxserve.commands.bench.outcome import Outcome, Reader, Run, Target, Work
-from scripts.serving.bench import random_works
+from scripts.serving.bench import each_second, plot, random_works, show, summarize
 from scripts.serving.raw_load import RawLoad
-from scripts.serving.report import each_second, plot, show, summarize
 from tests.clients.conftest import KEY, MODEL
 
 

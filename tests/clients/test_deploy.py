@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from jaxserve.commands.cli import make_parser
-from jaxserve.engine.metric_values import GAUGES
+from jaxserve.engine.metric_values import GAUGES, KV_CACHE_USAGE
 from jaxserve.server.http.app import routes
 from jaxserve.server.http.guard import OPEN_PATHS
 from jaxserve.settings.config import EngineConfig
@@ -161,7 +161,7 @@ def test_what_replicas_share_selects_them_and_scales_by_metrics_that_exist() -> 
     assert "replicas" not in deployment["spec"]  # a number would undo the autoscaler's changes
     for metric in scaler["metrics"]:
         name = metric["pods"]["metric"]["name"].removeprefix("vllm_")
-        assert name in GAUGES
+        assert name in {*GAUGES, KV_CACHE_USAGE}
         assert f"vllm_{name}" in (DEPLOY / "README.md").read_text()
 
 

@@ -8,7 +8,7 @@ from jax.stages import Lowered
 
 from jaxserve.start.programs.store import ProgramStore
 from jaxserve.weights import shapes
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 from tests.support.quick_code import quick_programs
 
 

@@ -21,7 +21,6 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.execution.buckets import Bucket
 from jaxserve.start.programs import compiling_process
 from jaxserve.start.programs.behind import ProgramsBehind
-from jaxserve.start.programs.compiler import program_name
 from jaxserve.start.programs.compiling_process import CompilingProcess
 from jaxserve.start.programs.private_files import file_name
 
@@ -128,7 +127,7 @@ def used_alone(checkpoint: str, cache: str) -> list[Any]:
         assert behind_of(llm).wait(300)
     with start(checkpoint, cache, **sizes) as llm:
         stored = behind_of(llm)._stored
-        store, name = stored.store, program_name(Bucket(2, 2, True, False, 16), stored.plan)
+        store, name = stored.store, stored.plan.program_name(Bucket(2, 2, True, False, 16))
         assert store.folder is not None
         found = store._named_object(store.folder / file_name(name))
         assert found is not None

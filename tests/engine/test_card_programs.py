@@ -19,7 +19,6 @@ from jaxserve.models import abstract_model, parse_model_config
 from jaxserve.start.absent_device import compile_ahead, compile_for_card
 from jaxserve.start.jax_start import CudaParts, plugin_remedy
 from jaxserve.start.programs import described_card
-from jaxserve.start.programs.compiler import all_programs, program_name
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.start.programs.settling import CACHE_NOTES, estimated
@@ -102,7 +101,7 @@ def test_programs_that_are_there_are_not_compiled_again(tmp_path: Path) -> None:
     store = open_store(tmp_path / "programs", plan, card)
     plan = estimated(plan, store)
     pages = plan.num_pages
-    names = [program_name(key, plan) for key in all_programs(plan)]
+    names = [plan.program_name(key) for key in plan.programs]
     assert names[0] == f"16 tokens, 2 rows, {pages} pages" and len(set(names)) == len(names) == 8
     found = store.fingerprint
     assert found["platform"] is None and found["device"] == f"gpu {card.card.name}"

@@ -11,7 +11,7 @@ import pytest
 from jaxserve import LLM
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models.registry import ARCHITECTURES
-from jaxserve.start import start
+from jaxserve.start.plan import make_plan
 from jaxserve.start.plan.forms import choose_dtype
 from pallas_kernels.devices import DeviceLimits, find_card
 from tests.support.checkpoint import save_checkpoint
@@ -80,6 +80,6 @@ def test_gemma_overflows_float16() -> None:
 def test_a_start_asks_the_card(tmp_path: Path, monkeypatch: Any) -> None:
     assert jax.default_backend() == "cpu"
     save_checkpoint(tmp_path)
-    monkeypatch.setattr(start, "target_device", lambda: T4)
+    monkeypatch.setattr(make_plan, "target_device", lambda: T4)
     with pytest.raises(UnsupportedModel, match="Tesla T4"):
         LLM(tmp_path, dtype="bfloat16", max_num_seqs=2, max_model_len=32)

@@ -19,8 +19,8 @@ import pytest
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start import start
 from jaxserve.start.device import this_device
+from jaxserve.start.plan import make_plan
 from jaxserve.start.plan.make_plan import ModelPlan, plan_model, plan_start
 from jaxserve.start.plan.memory import HOST_RESERVE, cpu_page_budget, longest_sequence
 from jaxserve.start.sources.find import find_source
@@ -99,7 +99,7 @@ def test_a_start_fits_into_what_is_free(
     plan = found.plans[0]
     assert found.refusal is None and plan.starts
     assert (plan.dtype, plan.cache_tokens, plan.longest) == (dtype, tokens, longest)
-    taken = plan.weight_bytes + plan.temporary_bytes + plan.sampler_bytes + plan.pages.num_bytes
+    taken = plan.weight_bytes + plan.step_bytes + plan.pages.num_bytes
     assert taken + HOST_RESERVE <= limit * GB
 
 
@@ -226,7 +226,7 @@ def long(tmp_path: Path) -> Path:
 def test_nothing_starts_before_a_refusal(
     long: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "open_device", lambda *_: pytest.fail("JAX was started"))
+    monkeypatch.setattr(make_plan, "open_device", lambda *_: pytest.fail("JAX was started"))
     root = limited_host(tmp_path / "host", HOST_RESERVE + 100 * MIB)
     config = EngineConfig(model=long, kv_cache_memory_bytes=GIB, **SETTINGS)
     with pytest.raises(InvalidRequest, match=r"bytes of KV cache fit, \d,\d+ tokens") as refused:
@@ -264,7 +264,7 @@ START = """
 import sys
 from pathlib import Path
 from jaxserve import LLM, EngineConfig, SamplingParams
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.environment import prepare_process
 from tests.engine.test_host_plan import SETTINGS
 
 prepare_process()

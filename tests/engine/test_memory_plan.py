@@ -25,7 +25,6 @@ from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.settings.cards import DriverCard, VisibleCard
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start import device as device_module
-from jaxserve.start import start as start_module
 from jaxserve.start.device import (
     DeviceMemory,
     named_device,
@@ -33,6 +32,7 @@ from jaxserve.start.device import (
     started_device,
     this_device,
 )
+from jaxserve.start.plan import make_plan
 from jaxserve.start.plan.make_plan import plan_model, plan_start
 from jaxserve.start.plan.memory import Sizes, temporary_bytes
 from jaxserve.start.plan.memory_plan import plan_memory
@@ -45,6 +45,7 @@ from jaxserve.start.programs.store import ProgramStore
 from jaxserve.start.programs.suppliers import Compiling
 from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.start.sources.find import find_source
+from jaxserve.start.start import load
 from jaxserve.weights import random_weights
 from jaxserve.weights.model_weights import parameter_values
 from pallas_kernels.devices import GIB, DeviceLimits
@@ -101,7 +102,7 @@ def test_what_fits(model: str, form: str | None, card: str, least: int) -> None:
     found = plan(model, form, card)
     assert found.starts == (least > 0) and found.cache_tokens >= least
     assert found.needed <= found.budget if least else found.needed > found.budget
-    taken = found.weight_bytes + found.temporary_bytes + found.sampler_bytes + found.pages.num_bytes
+    taken = found.weight_bytes + found.step_bytes + found.pages.num_bytes
     assert taken <= found.budget < named_device(card).free or not least
 
 
@@ -424,20 +425,22 @@ def test_the_cache_is_made_once_all_is_compiled(is_gpu: bool) -> None:
 def test_a_model_that_does_not_fit_is_refused_before_its_weights(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_module, "this_device", lambda *_: replace(FREE, free=1 << 16))
-    monkeypatch.setattr(start_module, "open_device", lambda *_: pytest.fail("the card was opened"))
+    monkeypatch.setattr(make_plan, "this_device", lambda *_: replace(FREE, free=1 << 16))
+    monkeypatch.setattr(make_plan, "open_device", lambda *_: pytest.fail("the card was opened"))
     with pytest.raises(InvalidRequest, match="does not fit on NVIDIA GeForce RTX 4090"):
-        start_module.load(EngineConfig(model=checkpoint))
+        load(EngineConfig(model=checkpoint))
 
 
 def test_the_whole_share_is_opened_for_several_engines(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
-    monkeypatch.setattr(start_module, "open_device", lambda _, budget: opened.append(budget))
-    source = find_source(EngineConfig(model=checkpoint))
-    found = plan_start(EngineConfig(memory_share=0.25), source, FREE)
-    start_module.open_planned(found, FREE)
+    monkeypatch.setattr(make_plan, "this_device", lambda *_: FREE)
+    monkeypatch.setattr(make_plan, "open_device", lambda _, budget: opened.append(budget))
+    config = EngineConfig(model=checkpoint, memory_share=0.25)
+    source = find_source(config)
+    found = plan_start(config, source, FREE)
+    make_plan.plan_on_this_device(config, source, Path("/"))
     assert opened == [int(0.9 * FREE.free)] and found.sizes == Sizes(0.9, 64, 2048)
 
 

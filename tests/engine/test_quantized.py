@@ -162,11 +162,12 @@ def test_requests_together_equal_each_alone_in_int4_over_8_bits(cache, dtype, he
         alone = [llm.generate(prompt, greedy)[0].outputs[0].token_ids for prompt in prompts]
         assert together == alone
         assert llm.stats().num_compiles == 0
-        assert runner.kv_dtype == dtype  # of fp8 the bits
-        assert runner.page_bytes == 2 * 4 * head * 16  # keys and values, heads, tokens
+        page = runner.memory[0].bytes_per_unit
+        assert page == 2 * 4 * head * 16  # keys and values, heads, tokens
         assert runner._state is not None
         pages = jax.tree.leaves(runner._state.kv)
-        assert sum(page.nbytes for page in pages) == runner.num_pages * runner.page_bytes
+        assert pages[0].dtype == dtype  # of fp8 the bits
+        assert sum(page.nbytes for page in pages) == runner.num_pages * page
 
 
 @pytest.mark.usefixtures("quick_sampler")

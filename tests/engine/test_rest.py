@@ -9,8 +9,8 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine import thread
+from jaxserve.start.garbage import return_memory
 from jaxserve.start.loaded import Loaded
-from jaxserve.start.memory_return import return_memory
 
 
 def test_an_idle_engine_gives_memory_back_once(

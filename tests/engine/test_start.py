@@ -17,8 +17,9 @@ import jax
 import pytest
 
 from jaxserve import LLM, AsyncLLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
-from jaxserve.start import start, weights
+from jaxserve.start import weights
 from jaxserve.start.garbage import collection_paused
+from jaxserve.start.plan import make_plan
 from jaxserve.start.plan.memory import cpu_page_budget
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.programs import fingerprint as fingerprint_module
@@ -112,13 +113,13 @@ def test_weights_that_differ_from_what_was_expected_have_their_own_programs(
     with LLM(checkpoint, **SMALL) as llm:
         [expected] = llm.generate(prompt, sampling)
         assert "another model" not in caplog.text
-    plan_start = start.plan_start
+    plan_start = make_plan.plan_start
 
     def plan_narrow(config: EngineConfig, *given: Any) -> StartPlan:
         narrow = plan_start(replace(config, dtype="bfloat16"), *given)
         return replace(plan_start(config, *given), model=narrow.model)
 
-    monkeypatch.setattr(start, "plan_start", plan_narrow)
+    monkeypatch.setattr(make_plan, "plan_start", plan_narrow)
     with LLM(checkpoint, **SMALL) as llm:
         assert "another model than was planned" in caplog.text
         assert "embedding.project.value.panels is float32[" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -11,14 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jaxserve import LLM, EngineConfig, SamplingParams
+from jaxserve.commands.cli import main
+from jaxserve.engine.metric_values import memory_units
+from jaxserve.errors import InvalidRequest
+from jaxserve.execution.state import PAGES, SAMPLER, MemoryKind
 from jaxserve.start import start
 from jaxserve.start.device import named_device
 from jaxserve.start.loaded import Loaded
+from jaxserve.start.plan import memory_plan
 from jaxserve.start.plan.make_plan import plan_start
-from jaxserve.start.plan.start_plan import PAGES, SAMPLER, StartPlan
+from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.sources.find import find_source
 from jaxserve.start.weights import place
 from tests.support.checkpoint import save_checkpoint
@@ -72,6 +79,62 @@ def test_planned_bytes_are_those_that_a_start_allocates(tmp_path: Path) -> None:
     for kind in plan.memory:
         assert kind.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(arrays[kind.name]))
     loaded.runner.close()
+
+
+def test_a_further_kind_of_memory_needs_no_change_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is allocated, kept by every step, planned, reported and counted under its name."""
+    save_checkpoint(tmp_path)
+    columns, kinds = [3], memory_plan.memory_kinds
+
+    def with_another(*arguments: Any) -> tuple[MemoryKind, ...]:
+        unit = {"carry": jax.ShapeDtypeStruct((4, columns[0]), np.float32)}
+        pages, sampler = kinds(*arguments)
+        another = MemoryKind.of("recurrent state", "slot", unit, sampler.count, layers=2)
+        return pages, sampler, another
+
+    monkeypatch.setattr(memory_plan, "memory_kinds", with_another)
+    config = EngineConfig(model=tmp_path, **SMALL)
+    loaded = start.load(config)
+    runner, plan = loaded.runner, loaded.plan
+    assert plan is not None and runner._state is not None
+    *_, kind = plan.memory
+    assert kind.num_bytes == 2 * 4 * 3 * 4 * (SMALL["max_num_seqs"] + 1)
+    with LLM(loaded) as llm:
+        sampling = SamplingParams(max_tokens=4, temperature=0.5, logit_bias={5: 1.0})
+        [answer] = llm.generate([[5] * 9], sampling)
+        assert len(answer.outputs[0].token_ids) == 4
+        arrays = jax.tree.leaves(runner._state.others["recurrent state"])
+        assert len(arrays) == 2 and sum(array.nbytes for array in arrays) == kind.num_bytes
+        stats, values = llm.stats(), llm.get_metrics()
+    assert (stats.memory[1].count, stats.memory[1].in_use) == (SMALL["max_num_seqs"], 0)
+    assert memory_units(stats).keys() == {"num_pages_in_use", "num_recurrent_state_slots_in_use"}
+    names = {value.name for value in values if value.name.endswith("usage_perc")}
+    assert names == {"vllm:kv_cache_usage_perc", "jaxserve:recurrent_state_usage_perc"}
+
+    assert main(["plan", str(tmp_path), "--device", "H100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split("│")[1].strip() for line in lines if "│" in line]
+    assert rows.index("recurrent state") + 1 == rows.index("KV cache")
+    assert "sampler state" not in rows
+    assert main(["plan", str(tmp_path), "--device", "H100", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["plans"][0]
+    shown = {one["name"]: one for one in first["memory"]}
+    assert shown["recurrent state"] == {
+        "name": "recurrent state",
+        "layers": 2,
+        "unit": "slot",
+        "bytes_per_unit": 96,
+        "count": first["sizes"]["seqs"] + 1,
+        "window": None,
+        "bytes": 96 * (first["sizes"]["seqs"] + 1),
+    }
+
+    columns[0] = 1 << 30
+    for device in ("cpu", "H100"):
+        with pytest.raises(InvalidRequest, match=r"a step 0\.0 GiB, the recurrent state 96\.0 GiB"):
+            plan_start(config, find_source(config), named_device(device))
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantization": "int4"}], ids=["in full", "int4"])

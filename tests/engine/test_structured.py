@@ -11,7 +11,7 @@ import pytest
 from jaxserve import LLM, InvalidRequest, SamplingParams
 from jaxserve.outputs import RequestOutput
 from jaxserve.structured import StructuredOutputsParams
-from scripts.bench.structured import HOSTILE
+from tests.structured.hostile_forms import HOSTILE
 from tests.structured.schemas import Schema, closed, listed, schemas
 from tests.support.shared_engine import Canary
 

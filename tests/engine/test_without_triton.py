@@ -21,12 +21,12 @@ from jaxserve.weights.placement import use_output_rows
 from pallas_kernels import ops
 from pallas_kernels.implementation import kernel
 from scripts.gpu import models as gpu_models
-from scripts.lib.paged_runner import PagedRunner
 from scripts.lib.placed_model import start_runner
 from tests.equivalence import TINY, drive
 from tests.models.tiny_models import relative_error
 from tests.support.letters import END, VOCAB, letter_tokenizer
 from tests.support.oracle import Oracle
+from tests.support.paged_runner import PagedRunner
 from tests.support.workloads import Ask
 
 pytestmark = pytest.mark.usefixtures("quick_code")

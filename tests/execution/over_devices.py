@@ -44,10 +44,10 @@ from jaxserve.weights import random_weights
 from jaxserve.weights.model_weights import filled, parameters_of
 from jaxserve.weights.placement import Placement
 from jaxserve.weights.shapes import PLAIN, RANDOM, shapes_of_model
-from scripts.lib.fast_compile import FAST
 from scripts.lib.placed_model import model_leaves, plan_of_model
 from tests.equivalence import EXPERTS, LARGEST, TINY, Bench, fields_of_case, run_schedule
 from tests.models.cases import CASES
+from tests.support.fast_compile import FAST
 from tests.support.own_programs import own_programs
 from tests.support.quick_code import compile_quickly
 

@@ -23,7 +23,8 @@ from jaxserve.execution.hosts.join import open_group
 from jaxserve.models.shards import Split
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.settings.hosts import HostsConfig
-from scripts.lib.placed_model import model_leaves, warm_up_of
+from jaxserve.start.programs.warm_up import WarmUp
+from scripts.lib.placed_model import model_leaves, plan_of_model
 from tests.equivalence import TINY, Bench, divided_model, run_schedule, small_config
 from tests.support.quick_code import compile_quickly
 
@@ -60,7 +61,7 @@ def follow(group: Group, devices: int) -> None:
     model_config, model = divided_model(TINY, Split(devices), "float64")
     own: dict[str, Any] = {"dtype": "float64", "max_logprobs": MAX_LOGPROBS, **SIZES}
     config = small_config(model_config, block_size=4, **own)
-    warm_up = warm_up_of(config, model_config, model, group=group)
+    warm_up = WarmUp(plan_of_model(config, model_config, model), group=group)
     replay = warm_up.replay(model_leaves(model))
     group.follow(replay.run)
     replay.wait()

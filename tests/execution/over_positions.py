@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.mesh import local_bytes
-from jaxserve.execution.state import page_bytes
+from jaxserve.execution.state import memory_kinds
 from jaxserve.models.shards import Split
 from jaxserve.request import SamplingParams
 from scripts.lib.placed_model import start_runner
@@ -54,7 +54,8 @@ def long_request(bench: Bench) -> dict[str, Any]:
     loaded = bench.loaded[PAGE]
     split = loaded.runner.model_config.split
     model_config, model = divided_model(fields_of(split), split, "float64")
-    whole = page_bytes(replace(model_config, split=replace(split, context=1)), PAGE, np.float64)
+    undivided = replace(model_config, split=replace(split, context=1))
+    whole = memory_kinds(undivided, PAGE, np.float64, 1)[0].bytes_per_unit
     budget: dict[str, Any] = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 8 * whole}
     sizes: dict[str, Any] = {"decode_sizes": (2,), "token_sizes": (8,), "num_scheduler_steps": 1}
     sizes |= {"max_num_seqs": 2, "max_num_batched_tokens": 8}
@@ -86,7 +87,7 @@ def main() -> int:
     found: dict[str, Any] = {
         "schedules": schedules,
         "programs": counts_of(runner),
-        "page bytes": runner.page_bytes,
+        "page bytes": runner.memory[0].bytes_per_unit,
         "held bytes": sum(map(local_bytes, jax.tree.leaves(state.kv))) // runner.num_pages,
     }
     found["long request"] = long_request(bench)

@@ -3,10 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.errors import InvalidRequest, UnsupportedModel
-from jaxserve.execution.state import page_bytes
+from jaxserve.execution.state import memory_kinds
 from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split, check_split
 from jaxserve.settings.config import EngineConfig, bundled_model
@@ -33,7 +34,7 @@ def test_random_schedules_over_positions_equal_the_oracle(found: dict[str, Any])
 
 def test_a_page_takes_half_the_bytes_where_two_devices_divide_it(found: dict[str, Any]) -> None:
     config = replace(parse_model_config(TINY), split=Split(4))
-    whole = page_bytes(config, PAGE, "float64")
+    whole = memory_kinds(config, PAGE, np.float64, 1)[0].bytes_per_unit
     assert found["page bytes"] == found["held bytes"] == whole // 2
 
 

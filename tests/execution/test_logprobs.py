@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from jaxserve.execution.columns import Columns
 from jaxserve.execution.logprobs import logprobs_of, position_logprobs, top_k
 from jaxserve.request import SamplerFeature, SamplingParams
-from scripts.lib.fast_compile import FAST
 from tests.execution.test_sampling import batch as batch_of
+from tests.support.fast_compile import FAST
 from tests.support.oracle import score as slow_score
 
 # Sizes are many, and the code that XLA makes of them is not the question.

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.start import memory_return
-from jaxserve.start.memory_return import return_memory
+from jaxserve.start import garbage
+from jaxserve.start.garbage import return_memory
 
 HEADER = re.compile(r"([0-9a-f]+)-[0-9a-f]+ \S+ \S+ \S+ \d+")
 
@@ -50,7 +50,7 @@ def test_libraries_lose_their_pages_and_work_on() -> None:
 
 def test_no_mapping_with_pages_of_its_own_is_given_back() -> None:
     jax.jit(jnp.sin)(1.0)
-    chosen = {first for first, _ in memory_return._unchanged_mappings()}
+    chosen = {first for first, _ in garbage._unchanged_mappings()}
     own: dict[int, int] = {}
     place = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -87,7 +87,7 @@ def test_the_free_heap_goes_back() -> None:
 def test_only_segments_that_are_never_written_are_unchanged(
     tmp_path: Path, segments: list[tuple[int, int, int]], expected: set[int]
 ) -> None:
-    assert memory_return._unchanged_offsets(elf(tmp_path / "lib.so", *segments)) == expected
+    assert garbage._unchanged_offsets(elf(tmp_path / "lib.so", *segments)) == expected
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_only_segments_that_are_never_written_are_unchanged(
 )
 def test_what_is_no_elf_file_has_no_segments(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
-    assert memory_return._unchanged_offsets(str(tmp_path / "file")) == set()
-    assert memory_return._unchanged_offsets(str(tmp_path / "missing")) == set()
+    assert garbage._unchanged_offsets(str(tmp_path / "file")) == set()
+    assert garbage._unchanged_offsets(str(tmp_path / "missing")) == set()

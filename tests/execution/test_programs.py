@@ -344,8 +344,7 @@ NOT_TRACED = {
         f"jaxserve/{name}.py"
         for name in """
         errors settings/checks settings/config settings/hosts settings/model_name settings/overrides
-        start/plan/bucket_plan start/plan/start_plan start/programs/described_card
-        structured
+        start/plan/start_plan start/programs/described_card structured
         """.split()
     ),
     *(

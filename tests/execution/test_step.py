@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.execution.buckets import Bucket
+from jaxserve.execution.buckets import LOAD_SLOT, Bucket, SmallProgram
 from jaxserve.models import Decoder, parse_model_config
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.settings.config import EngineConfig
-from jaxserve.start.programs.compiler import LOAD_SLOT, Compiler, SmallProgram
+from jaxserve.start.programs.compiler import Compiler
 from scripts.lib.placed_model import plan_of_model
 from tests.equivalence import TINY
 

@@ -15,7 +15,7 @@ from jaxserve.start.plan.sum_options import sum_options
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.store import ProgramStore
 from pallas_kernels.devices import DeviceLimits, find_card
-from scripts.gpu.offline_sums import strategies_of, thunk_counts
+from scripts.gpu.offline_engine import strategies_of, thunk_counts
 
 H200 = find_card("H200").limits
 KERNELS = "xla_gpu_experimental_use_collective_kernels"

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.execution.buckets import SET_ROWS, Key
 from jaxserve.models import parse_model_config
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.plan.start_plan import StartPlan
-from jaxserve.start.programs.compiler import SET_ROWS, Key
 from jaxserve.start.programs.compiling_process import CompilationFailed, CompilingProcess
 from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.start.programs.suppliers import Compiling, ProgramSupplier, Stored

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_norm, reference
-from pallas_kernels.norm_arguments import NO_NORM, NormOptions
-from scripts.lib.fast_compile import EXACT
+from pallas_kernels.row_arguments import NO_NORM, NormOptions
+from tests.support.fast_compile import EXACT
 
 IMPLEMENTATIONS = ("triton_interpret", "xla", "llvm")
 # Parts of delta, offset, rounds_last.

@@ -32,8 +32,8 @@ from pallas_kernels.gpu.triton_plan import (
     split_lines,
 )
 from pallas_kernels.gpu.tuning import DecodeConfig, RaggedConfig
-from scripts.lib.fast_compile import FAST
 from tests.kernels.test_tuning_table import compiling_for
+from tests.support.fast_compile import FAST
 from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call
 
 ROWS, TOKENS, PAGES_PER_ROW = 4, 24, 7

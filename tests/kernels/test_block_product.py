@@ -16,12 +16,12 @@ from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.weights.gguf.blocks import are_finite, rows_of_blocks
 from jaxserve.weights.host_matrix import HostMatrix
 from pallas_kernels import block_product
-from pallas_kernels.cpu import blocks
+from pallas_kernels.cpu import block_numbers, blocks
 from pallas_kernels.cpu.block_order import reorder
 from pallas_kernels.cpu.block_product import BlockProduct, run
-from pallas_kernels.cpu.ir_builder import Host, host
+from pallas_kernels.cpu.ffi import Host, host
 from pallas_kernels.cpu.panels import PANEL
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 from tests.support.gguf_blocks import SCALES, random_blocks, unpacked
 from tests.support.quick_code import quick_kernels
 
@@ -63,7 +63,7 @@ def test_numbers_are_those_of_gguf_to_the_bit(form: str) -> None:
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def read(made: jax.Array, panels: PlacedWeight) -> tuple[jax.Array, jax.Array]:
-        return blocks.numbers(made, form), panels.columns(chosen)
+        return block_numbers.numbers(made, form), panels.columns(chosen)
 
     numbers, columns = read(rows_of_blocks(raw, form), in_panels(raw, form))
     np.testing.assert_array_equal(numbers, want)

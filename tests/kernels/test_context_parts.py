@@ -17,7 +17,7 @@ from pallas_kernels import (
     merge_parts,
     reference,
 )
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call, with_keywords
 
 ROWS = [(3, 150), (1, 37), (0, 0), (20, 33), (1, 1), (9, 9)]

@@ -24,16 +24,22 @@ from pallas_kernels.cpu import ffi
 from pallas_kernels.cpu.add_norm import AddNorm
 from pallas_kernels.cpu.decode import PagedDecode
 from pallas_kernels.cpu.draw import Draw
-from pallas_kernels.cpu.ffi import NAMES, Kernel, code_of, kernels_from, registered
+from pallas_kernels.cpu.ffi import (
+    NAMES,
+    Kernel,
+    code_of,
+    host,
+    kernels_from,
+    machine_code,
+    registered,
+)
 from pallas_kernels.cpu.gated import Gated
-from pallas_kernels.cpu.ir_builder import host, machine_code
 from pallas_kernels.cpu.panels import in_panels
 from pallas_kernels.cpu.product import PanelProduct
 from pallas_kernels.cpu.ragged import PagedTiles
 from pallas_kernels.cpu.rope_kv_write import RopeKVWrite
 from pallas_kernels.cpu.row_sums import RowSums
-from pallas_kernels.norm_arguments import NO_NORM
-from pallas_kernels.product_arguments import ACTIVATIONS
+from pallas_kernels.row_arguments import ACTIVATIONS, NO_NORM
 
 KERNELS: list[Kernel] = [
     PanelProduct("float32", "bfloat16"),

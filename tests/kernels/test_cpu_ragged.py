@@ -12,9 +12,9 @@ import pytest
 
 from pallas_kernels import ragged_paged_attention, reference
 from pallas_kernels.cpu.ragged import PagedTiles
-from scripts.lib.fast_compile import FAST
 from tests.kernels.test_cpu_decode import SETUPS as DECODE_SETUPS
 from tests.kernels.test_cpu_decode import STATIC, parts_of
+from tests.support.fast_compile import FAST
 from tests.support.paged_cases import (
     PagedCall,
     assert_close,

@@ -13,8 +13,7 @@ import pytest
 
 from pallas_kernels import row_ops, row_sums, sigmoid, softmax
 from pallas_kernels.cpu import row_sums as cpu_sums
-from pallas_kernels.cpu.row_sums import RowSums
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 
 OF = ("numbers", "squares", "exps")
 SIZES = (1, 3, 8, 31, 32, 33, 64, 100, 768, 2053)
@@ -95,7 +94,7 @@ def test_plain_jax_gives_the_same_but_for_rounding(monkeypatch: pytest.MonkeyPat
 def test_large_work_is_shared_by_threads() -> None:
     """Parts begin and end at rows."""
     x = np.random.default_rng(3).standard_normal((1013, 700)).astype(np.float32)
-    jitted = jax.jit(functools.partial(cpu_sums.run, RowSums("float32", "squares")))
+    jitted = jax.jit(functools.partial(cpu_sums.row_sums, term="squares"))
     np.testing.assert_allclose(jitted(x), np.square(x).sum(axis=1), rtol=1e-5)
 
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu.ir_builder import host
+from pallas_kernels.cpu.ffi import host
 from pallas_kernels.cpu.panels import PANEL, in_panels, panel_shape
 from pallas_kernels.cpu.transpose import (
     ALIGNMENT,

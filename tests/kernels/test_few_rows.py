@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gated_matmul, matmul_in_parts, reference
-from scripts.lib.fast_compile import EXACT
+from tests.support.fast_compile import EXACT
 
 IMPLEMENTATIONS = ("triton_interpret", "xla")
 DTYPES = (jnp.bfloat16, jnp.float16)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gated
-from pallas_kernels.product_arguments import ACTIVATIONS, Activation
+from pallas_kernels.row_arguments import ACTIVATIONS, Activation
 
 EDGES = (0.0, -0.0, 1e-30, -1e-30, 88.0, -88.0, 200.0, -200.0, 3e38, -3e38, np.nan)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels import grouped_matmul, reference, xla_grouped_matmul
 from pallas_kernels.gpu import triton_grouped_matmul
 from pallas_kernels.gpu.tuning import GroupedConfig
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 from tests.support.paged_cases import assert_close
 
 ROWS, GROUPS = 40, 5

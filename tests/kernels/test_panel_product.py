@@ -13,18 +13,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference as plain
-from pallas_kernels.cpu.ir_builder import Host, host
+from pallas_kernels.cpu.ffi import Host, host
+from pallas_kernels.cpu.panel_tiles import columns_at_once, row_tiles
 from pallas_kernels.cpu.panels import PANEL, columns, in_panels, panel_shape, reference
-from pallas_kernels.cpu.product import (
-    PanelProduct,
-    columns_at_once,
-    kernel_for,
-    panel_product,
-    row_tiles,
-    run,
-)
+from pallas_kernels.cpu.product import PanelProduct, kernel_for, panel_product, run
 from pallas_kernels.cpu.quantized_product import QuantizedPanelProduct
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 from tests.support.quick_code import quick_kernels
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import quantized_grouped_matmul
-from pallas_kernels.gpu import triton_quantized_grouped_matmul as triton
+from pallas_kernels.gpu import triton_quantized_matmul as triton
 from pallas_kernels.gpu.triton_quantized_matmul import Tile
-from scripts.lib.fast_compile import FAST
 from tests.kernels.test_tuning_table import H200, compiling_for
+from tests.support.fast_compile import FAST
 from tests.support.paged_cases import assert_close
 
 ROWS, MATRICES, INPUTS = 40, 5, 48

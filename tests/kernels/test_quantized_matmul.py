@@ -17,7 +17,7 @@ from pallas_kernels.gpu.triton_quantized_matmul import Tile
 from pallas_kernels.gpu.triton_quantized_matmul import quantized_matmul as triton
 from pallas_kernels.quantized_codes import decode
 from pallas_kernels.quantized_matmul import choose
-from scripts.lib.fast_compile import EXACT, FAST
+from tests.support.fast_compile import EXACT, FAST
 
 I, O = 96, 300  # noqa: E741 - 300 outputs are a block of 256 and one that overlaps it
 

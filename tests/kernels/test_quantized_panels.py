@@ -14,10 +14,10 @@ import pytest
 
 from pallas_kernels import dequantize
 from pallas_kernels import reference as plain
-from pallas_kernels.cpu.ir_builder import Host, host
+from pallas_kernels.cpu.ffi import Host, host
 from pallas_kernels.cpu.panels import PANEL, rows_in_order
 from pallas_kernels.cpu.quantized_product import QuantizedPanelProduct, quantized_panel_product, run
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 from tests.support.quick_code import quick_kernels
 
 # Form, inputs, groups, zero points, scales. Chunks of rows of codes end at 1,024: whole groups, or

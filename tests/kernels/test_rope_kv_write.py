@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import NormOptions, QkvOptions, reference, rope_kv_write
-from scripts.lib.fast_compile import EXACT, FAST
+from tests.support.fast_compile import EXACT, FAST
 
 FP8 = jnp.float8_e4m3fn
 SIZE, PAGES = 16, 4

@@ -18,7 +18,7 @@ from pallas_kernels import grouped_matmul, kv_write, paged_decode_attention, rag
 from pallas_kernels.arguments import AttentionOptions, Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, find_card
 from pallas_kernels.gpu import tuning
-from pallas_kernels.product_arguments import ProductCase
+from pallas_kernels.row_arguments import ProductCase
 from scripts.lib.paths import RESULTS
 
 # JAX 0.11 announces the end of Pallas's Triton backend, which still works there.

@@ -20,10 +20,10 @@ import numpy as np
 import pallas_kernels
 from pallas_kernels import reference
 from pallas_kernels.arguments import AttentionArrays, AttentionOptions
-from scripts.lib.fast_compile import EXACT
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.comparison import Tolerance
 from tests.machine_code.plain_attention import attention
+from tests.support.fast_compile import EXACT
 
 DTYPES: dict[str, Any] = {
     "bf16": ml_dtypes.bfloat16,

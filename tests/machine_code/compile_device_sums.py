@@ -37,7 +37,7 @@ def compile_case(case: DeviceSumCase, dumps: Any) -> dict[str, Any]:
     from jaxserve.models.shards import AXIS
     from jaxserve.start.programs.described_card import DescribedCard
     from pallas_kernels.gpu.hopper_all_reduce import sum_over_devices
-    from pallas_kernels.norm_arguments import NormOptions
+    from pallas_kernels.row_arguments import NormOptions
 
     norm, card = case.norm, DescribedCard.of("H200", case.devices)
     options = NormOptions(EPS, norm.offset, norm.rounds_last, norm.factor)

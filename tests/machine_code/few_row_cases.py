@@ -16,7 +16,7 @@ import pallas_kernels
 from pallas_kernels.devices import target_device
 from pallas_kernels.gpu import triton_few_rows
 from pallas_kernels.gpu.tuning import ProductConfig
-from pallas_kernels.product_arguments import Activation, product_case
+from pallas_kernels.row_arguments import Activation, product_case
 from tests.machine_code.attention_cases import DTYPES
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.comparison import Tolerance

@@ -215,7 +215,7 @@ class QuantizedGroupedCase(Case):
     seed: int = 0
 
     family: ClassVar[str] = "quantized_grouped"
-    kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_quantized_grouped_matmul"
+    kernel_module: ClassVar[str] = "pallas_kernels.gpu.triton_quantized_matmul"
 
     @property
     def dtypes(self) -> str:

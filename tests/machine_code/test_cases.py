@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dequantize, reference
-from pallas_kernels.norm_arguments import NormOptions
+from pallas_kernels.row_arguments import NormOptions
 from tests.machine_code.attention_cases import AttentionCase, evaluate
 from tests.machine_code.big_cases import BigAttentionCase, big_cases, marks
 from tests.machine_code.cases import all_cases

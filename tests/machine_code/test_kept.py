@@ -102,7 +102,7 @@ def test_the_digest_of_a_case_is_that_of_everything_it_depends_on(
 
 
 def test_modules_are_found_through_imports_of_every_form() -> None:
-    names = {path.stem for path in modules_of("pallas_kernels.gpu.triton_quantized_grouped_matmul")}
+    names = {path.stem for path in modules_of("pallas_kernels.gpu.triton_quantized_matmul")}
     assert {"triton_grouped_matmul", "triton_quantized_matmul", "fp8_bits", "tuning"} <= names
     assert "ops" not in names and "__init__" not in names
 

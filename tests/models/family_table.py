@@ -32,7 +32,6 @@ from flax import nnx
 from jaxserve.commands.argument_types import some_of
 from jaxserve.models import abstract_model, read_model_config
 from jaxserve.weights import load_weights
-from scripts.lib.paged_runner import PagedRunner
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
 from tests.models.cases import CASES, FAMILIES, family_of, transformers_model
@@ -43,6 +42,7 @@ from tests.models.tiny_models import (
     relative_error,
     save,
 )
+from tests.support.paged_runner import PagedRunner
 
 PROMPT_LENGTHS = (50, 7, 23)
 NUM_GENERATED = 64

@@ -17,9 +17,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import parse_model_config
 from jaxserve.models.families.llama import EXAONE_FIELDS, EXAONE_TENSORS
-from scripts.lib.paged_runner import PagedRunner
 from tests.models.cases import LLAMA3_SCALING, SIZES
 from tests.models.tiny_models import load, reference_logits, relative_error
+from tests.support.paged_runner import PagedRunner
 
 TOKENS = np.random.default_rng(4).integers(3, 96, 30).tolist()
 FIELDS: dict[str, dict[str, Any]] = {

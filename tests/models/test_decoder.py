@@ -27,9 +27,9 @@ from jaxserve.models.family import LLAMA_TRAITS
 from jaxserve.models.layers import Norm
 from jaxserve.models.linear import matmul
 from jaxserve.weights import random_weights
-from scripts.lib.fast_compile import EXACT, FAST
-from scripts.lib.paged_runner import PagedRunner
 from tests.models.tiny_models import load, reference_logits, relative_error
+from tests.support.fast_compile import EXACT, FAST
+from tests.support.paged_runner import PagedRunner
 
 RAW = {
     "architectures": ["LlamaForCausalLM"],

@@ -16,10 +16,10 @@ from jaxserve.models import experts, read_model_config
 from jaxserve.models.placed_weight import FULL
 from jaxserve.weights import gguf_config, load_weights, read_gguf
 from jaxserve.weights.placement import use_panels
-from scripts.lib.paged_runner import PagedRunner
 from tests.models.cases import CASES
 from tests.models.tiny_models import reference_logits, relative_error
 from tests.support.gguf_files import Type, exact_tensors, raw_config, write_gguf
+from tests.support.paged_runner import PagedRunner
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek")
 PRODUCT = re.compile(r"target_name=jaxserve_(?:quantized_)?product_")

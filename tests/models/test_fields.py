@@ -16,10 +16,10 @@ from jaxserve.models import attention, decoder, experts, latent, read_model_conf
 from jaxserve.models.config.model_config import IGNORED, NEUTRAL
 from jaxserve.models.registry import ARCHITECTURES
 from pallas_kernels import grouped_matmul, ragged_paged_attention
-from scripts.lib.fast_compile import FAST
-from scripts.lib.paged_runner import PagedRunner
 from tests.models.cases import CASES, FULL, SLIDING, family_of, fields_of
 from tests.models.tiny_models import load, reference_logits
+from tests.support.fast_compile import FAST
+from tests.support.paged_runner import PagedRunner
 from tests.support.quick_operations import quick_operations
 
 TOKENS = np.random.default_rng(5).integers(0, 96, 70).tolist()

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.models import parse_model_config
 from jaxserve.weights import random_weights
-from scripts.lib.paged_runner import PagedRunner
+from tests.support.paged_runner import PagedRunner
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

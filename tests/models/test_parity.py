@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from scripts.lib.paged_runner import PagedRunner
 from tests.models.cases import CASES
 from tests.models.tiny_models import load, reference_logits, relative_error
+from tests.support.paged_runner import PagedRunner
 
 TOLERANCE = 1e-4
 PROMPT_LENGTHS = (50, 7, 23)

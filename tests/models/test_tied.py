@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.sources.find import find_source
-from scripts.lib.paged_runner import PagedRunner
 from tests.models.tiny_models import hugging_face_model, reference_logits, relative_error, save
+from tests.support.paged_runner import PagedRunner
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -22,9 +22,9 @@ from jaxserve.settings.config import EngineConfig
 from jaxserve.start.conversion import convert
 from jaxserve.start.sources.find import find_source
 from jaxserve.start.sources.source import Source
-from scripts.lib.paged_runner import PagedRunner
 from tests.models.tiny_models import reference_logits, relative_error
 from tests.models.tiny_wrappers import CASES, LEFT_OUT, text_alone, tiny_wrapper
+from tests.support.paged_runner import PagedRunner
 
 TOKENS = np.random.default_rng(3).integers(3, 96, 40).tolist()
 MAIN = [

@@ -16,13 +16,12 @@ import pytest
 
 from scripts.compare import command as compare_engines
 from scripts.compare import gates, workloads
-from scripts.compare.engine import Engine
-from scripts.compare.engine_url import Url
-from scripts.compare.process import Started, memory_bytes, tree
+from scripts.compare.engine import Engine, Url
+from scripts.compare.process import Servers, Started
 from scripts.compare.results import Results
-from scripts.compare.servers import Servers
 from scripts.compare.worker_http import Front
 from scripts.lib.paths import IN_CHECKOUT
+from scripts.lib.processes import memory_bytes, tree
 from scripts.lib.server_process import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.start.programs.described_card import CLASSES
 from pallas_kernels.devices import find_card
 from scripts.gpu import compile_offline, offline_environment
 from scripts.gpu.card_table import card_faults, card_table
 from scripts.gpu.cases import card_cases, case_lists, long_cases, short_cases
 from scripts.gpu.offline_environment import NoEnvironment
-from scripts.gpu.targets import CLAIMED, CLASSES, ONE_OF_EACH, Target
+from scripts.gpu.targets import CLAIMED, ONE_OF_EACH, Target
 
 
 def test_one_card_of_each_class_and_each_that_readme_names() -> None:

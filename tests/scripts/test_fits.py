@@ -35,9 +35,7 @@ def test_weights_are_as_heavy_as_published(plans: fits.Plans) -> None:
 def test_a_prediction_adds_up_by_hand(plans: fits.Plans) -> None:
     """8B in 16 bits on an H100: 0.9 of 79.1 GiB, less 15.0 of weights and 1.9 of a step."""
     form = plans["H100"]["Llama 3.1 8B"][0]
-    used = (
-        form.weight_bytes + form.temporary_bytes + form.sampler_bytes + form.cache_tokens * 131072
-    )
+    used = form.weight_bytes + form.step_bytes + form.cache_tokens * 131072
     assert used / GIB == pytest.approx(0.9 * 79.1 * (1 - 1 / 64), abs=0.1)
     assert form.weight_bytes / GIB == pytest.approx(14.96, abs=0.01)
     assert form.step_seconds == pytest.approx(15.0e9 / 3350e9, rel=0.01)

@@ -28,7 +28,8 @@ ABOUT = {
 FILL = """
     import json, os, pathlib, signal, sys, time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
-    from scripts.gpu.progress import Task, interruptible, run_tasks
+    from scripts.gpu.progress import Task, run_tasks
+    from scripts.lib.run_main import run_main
 
     def abort():
         os.abort()
@@ -49,7 +50,7 @@ FILL = """
     tasks = [Task("a", "one", lambda: {"value": 1}), Task("a", "bad", bad, patience)]
     tasks += [Task("b", "two", lambda: {"value": 2})]
     until = time.monotonic() + 60
-    sys.exit(interruptible(lambda: 0 if run_tasks(tasks, report, path, until) else 4))
+    run_main(lambda: 0 if run_tasks(tasks, report, path, until) else 4)
 """
 FILLING = [sys.executable, "-c", textwrap.dedent(FILL)]
 

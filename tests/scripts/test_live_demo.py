@@ -28,7 +28,7 @@ from jaxserve.settings.config import bundled_model
 from scripts.lib.packaged_file import SMOLLM2, WrongDigest
 from scripts.live_demo import command as demo
 from scripts.live_demo.answers import abridge, plain
-from scripts.live_demo.model_files import model_folder, real_model
+from scripts.live_demo.command import model_folder, real_model
 from scripts.live_demo.questions import FILE, read_questions
 from scripts.live_demo.real import compare_answers, compare_tokens
 from scripts.live_demo.scene import Scene
@@ -139,7 +139,7 @@ def test_a_model_is_fetched_once(
     data = b"GGUF, a small model"
     offer(tmp_path, data, monkeypatch)
     small = replace(SMOLLM2, sha256=hashlib.sha256(data).hexdigest())
-    monkeypatch.setattr("scripts.live_demo.model_files.SMOLLM2", small)
+    monkeypatch.setattr("scripts.live_demo.command.SMOLLM2", small)
     path = real_model(Console(file=output))
     assert path and path.read_bytes() == data and path.parent == tmp_path / "cache/jaxserve/models"
     assert re.search(

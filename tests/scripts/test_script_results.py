@@ -15,8 +15,8 @@ from scripts.bench import cpu_kernels as bench_cpu_kernels
 from scripts.bench import loading as bench_loading
 from scripts.bench import prefix as bench_prefix
 from scripts.bench import startup as bench_startup
-from scripts.lib.fast_compile import FAST
 from scripts.lib.run_record import about_run, keep, machine
+from tests.support.fast_compile import FAST
 
 
 def test_a_run_says_command_date_and_machine_and_no_folder_or_secret(
@@ -88,33 +88,33 @@ def test_programs_of_an_earlier_run_go_where_a_start_must_find_none(
     assert not stale.exists()
 
 
-def test_a_start_that_fails_is_told_with_what_it_said(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="the server ended before it was ready"):
+def test_a_start_that_fails_is_told_with_what_it_said(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"the server ended with \d+: .*--max-num-seqs"):
         bench_startup.serve(None, tmp_path, {"max_num_seqs": 0})
-    assert "--max-num-seqs" in capfd.readouterr().err
 
 
 def test_a_load_that_fails_is_told_with_what_it_said(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="a turn ended with 1"):
+    with pytest.raises(SystemExit, match=r"scripts\.bench\.loading ended with 1"):
         bench_loading.turn_apart(tmp_path, "float32", touched=False)
     assert "config.json" in capfd.readouterr().err
 
 
-def test_each_model_keeps_what_is_said_of_its_starts() -> None:
+def test_each_model_keeps_what_is_said_of_its_starts(tmp_path: Path) -> None:
+    path = tmp_path / "startup.json"
     old = {"bundled": {"cold": {"ready": 9.0}}, "135m": {"warm": {"ready": 8.0}}}
     once = {"command": "old", "date": "then"}
-    results = {"bundled": {"server": {"ready": 2.0, "compiles": 0}}}
-    found = bench_startup.merged(old | {"machine": once}, results, {"command": "new"})
-    assert found == {
+    path.write_text(json.dumps(old | {"runs": dict.fromkeys(old, once)}))
+    results = {"bundled": {"server": {"ready": 2.0, "compiles": 0.0}}}
+    bench_startup.write(path, results, {"command": "new"})
+    assert json.loads(path.read_text()) == {
         "bundled": old["bundled"] | results["bundled"],
         "135m": old["135m"],
         "runs": {"bundled": {"command": "new"}, "135m": once},
     }
-    again = bench_startup.merged(found, {"135m": {}}, {"command": "newer"})
+    bench_startup.write(path, {"135m": {}}, {"command": "newer"})
+    again = json.loads(path.read_text())
     assert again["runs"] == {"bundled": {"command": "new"}, "135m": {"command": "newer"}}
 
 

@@ -9,15 +9,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
+from jaxserve.models import read_model_config
+from jaxserve.weights import load_weights
 from scripts.bench import startup
 from scripts.compare.engine_jaxserve import Jaxserve, JaxserveSchedules
 from scripts.lib import server_process
-from scripts.lib.bfloat16_checkpoint import _shapes, bfloat16_checkpoint
+from scripts.lib.random_checkpoint import tensor_shapes, write_checkpoint
 from scripts.lib.server_process import read_metric, wait_for_programs
 
 NONE: dict[str, float] = {
@@ -84,24 +88,35 @@ def test_the_last_program_is_in_its_place_when_the_engine_is_ready_or_later() ->
 
 
 def test_a_random_llama_is_written_once_and_reads_as_a_checkpoint(tmp_path: Path) -> None:
-    folder = bfloat16_checkpoint(SMALL, tmp_path / "model")
+    folder = write_checkpoint(SMALL, tmp_path / "model", "bfloat16")
     tensors = load_file(folder / "model.safetensors")
     assert len(tensors) == 2 + 9 * SMALL["num_hidden_layers"]
     assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
     assert (tensors["model.norm.weight"] == 1).all()
     assert tensors["model.layers.1.self_attn.q_proj.weight"].shape == (64, 32)
     assert tensors["model.layers.1.self_attn.k_proj.weight"].shape == (32, 32)
+    up = tensors["model.layers.1.mlp.up_proj.weight"].astype(np.float32)
     down = tensors["model.layers.1.mlp.down_proj.weight"].astype(np.float32)
-    assert down.shape == (32, 48) and np.std(down) == pytest.approx(48**-0.5, rel=0.1)
+    assert up.shape == (48, 32) and np.std(up) == pytest.approx(32**-0.5, rel=0.1)
+    assert down.shape == (32, 48) and np.std(down) == pytest.approx(192**-0.5, rel=0.1)
     assert len(np.unique(down[:, 0])) > 16
     written = (folder / "model.safetensors").stat()
-    assert bfloat16_checkpoint(SMALL, folder) == folder
+    assert write_checkpoint(SMALL, folder, "bfloat16") == folder
     assert (folder / "model.safetensors").stat() == written
+
+
+def test_a_checkpoint_in_shards_reads_as_one_model(tmp_path: Path) -> None:
+    folder = write_checkpoint(SMALL, tmp_path / "model", "float32", shard_bytes=20_000)
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert files[0] == "model-00001.safetensors" and len(files) > 2
+    config = read_model_config(folder)
+    sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(load_weights(folder, config, "f4")))]
+    assert sum(sizes) == sum(int(np.prod(shape)) for shape in tensor_shapes(SMALL).values())
 
 
 @pytest.mark.parametrize(("model", "parameters"), [("135m", 134_515_008), ("1b", 1_235_814_400)])
 def test_shapes_are_those_of_the_models_they_are_named_after(model: str, parameters: int) -> None:
-    shapes = dict(_shapes(startup.LLAMAS[model]))
+    shapes = tensor_shapes(startup.LLAMAS[model])
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == parameters
 
 

@@ -18,8 +18,8 @@ from llvmlite import binding as llvm
 from llvmlite import ir
 
 from pallas_kernels.cpu import ffi
-from pallas_kernels.cpu.ir_builder import Host
-from scripts.lib.fast_compile import FAST
+from pallas_kernels.cpu.ffi import Host
+from tests.support.fast_compile import FAST
 
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in FAST.items())
 # By the beginning of a node id.

@@ -10,7 +10,7 @@ import jax
 import pytest
 from jax._src import compiler
 
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 
 
 @contextmanager

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from jaxserve.weights.block_quantize import best_rows, block_forms, quantize_rows
-from pallas_kernels.cpu import blocks
+from pallas_kernels.cpu import block_numbers
 from pallas_kernels.cpu.blocks import FORMATS
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 
 FORMS = ["Q4_1", "Q5_0", "Q6_K", "Q8_0"]
 # Largest error of normal weights, over their standard deviation, in the root mean square.
 ERRORS = {"Q4_1": 0.075, "Q5_0": 0.043, "Q6_K": 0.02, "Q8_0": 0.006}
 
 # One program, where operation by operation would be twenty.
-numbers = jax.jit(blocks.numbers, static_argnums=1, compiler_options=FAST)
+numbers = jax.jit(block_numbers.numbers, static_argnums=1, compiler_options=FAST)
 
 
 def weights(outputs: int = 40, inputs: int = 512) -> np.ndarray:

@@ -23,7 +23,7 @@ from jaxserve.weights.model_weights import parameters_of
 from jaxserve.weights.shapes import DeviceLayout, shapes_of_model
 from jaxserve.weights.tensors import open_tensors
 from pallas_kernels import dequantize
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 from tests.support.gguf_blocks import random_blocks
 from tests.support.gguf_files import CASES, random_tensors, raw_config, write_gguf
 from tests.support.quick_operations import quick_operations

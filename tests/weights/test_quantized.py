@@ -30,10 +30,10 @@ from jaxserve.weights.host_matrix import HostMatrix
 from jaxserve.weights.model_weights import filled
 from jaxserve.weights.quantize import FORMS, quantize
 from pallas_kernels.cpu import blocks
-from scripts.lib.fast_compile import FAST
-from scripts.lib.paged_runner import PagedRunner
 from tests.models.tiny_models import relative_error
+from tests.support.fast_compile import FAST
 from tests.support.gguf_blocks import random_blocks, unpacked
+from tests.support.paged_runner import PagedRunner
 from tests.support.quick_operations import quick_operations
 from tests.support.tiny_config import TINY
 from tests.weights import packing

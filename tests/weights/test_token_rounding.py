@@ -17,8 +17,8 @@ from jaxserve.models.token_rounding import TokenRounded, integer_product, rounde
 from jaxserve.weights import load_weights
 from jaxserve.weights.layouts import output_major
 from jaxserve.weights.quantize import quantize
-from scripts.lib.paged_runner import PagedRunner
 from tests.models.tiny_models import reference_logits, relative_error
+from tests.support.paged_runner import PagedRunner
 from tests.weights.test_quantized import EXPERTS, RAW, checkpoint
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2]

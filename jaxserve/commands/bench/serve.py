@@ -23,7 +23,8 @@ from jaxserve.commands.bench.outcome import ENDPOINTS, Outcome, Run, Target, Wor
 from jaxserve.commands.bench.report import details, failures, summarize, table
 from jaxserve.commands.options import CommandError
 from jaxserve.errors import CheckpointError
-from jaxserve.settings.config import EngineConfig, openai_api_key
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import openai_api_key
 from jaxserve.settings.model_name import gguf_files, kind_of_model
 from jaxserve.text.tokenizer import Tokenizer
 

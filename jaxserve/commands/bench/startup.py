@@ -19,7 +19,8 @@ from jaxserve.settings.config import EngineConfig
 # Prints the seconds of a start, imports included, and the part that compiling took.
 WORKER = """
 import json, sys, time
-from jaxserve.settings.config import EngineConfig, prepare_process
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import prepare_process
 begin = time.perf_counter()
 prepare_process()
 from jaxserve.engine.llm import LLM

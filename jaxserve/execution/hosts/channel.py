@@ -18,7 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.settings.hosts import HostsConfig
 
 PROTOCOL = b"jaxserve hosts 1"
 NONCE_BYTES = 16
@@ -216,11 +217,7 @@ class Channel:
 
 
 def _exchange(connection: socket.socket) -> tuple[bytes, bytes]:
-    """Exchange random numbers, and return our number and the number of the other side.
-
-    Raises:
-        ChannelError: the other side uses another protocol.
-    """
+    # Returns our number and the number of the other side.
     ours = os.urandom(NONCE_BYTES)
     connection.sendall(PROTOCOL + ours)
     greeting = _exactly(connection, len(PROTOCOL) + NONCE_BYTES)
@@ -245,3 +242,33 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
 
 def _code(key: bytes, message: bytes) -> bytes:
     return hmac.digest(key, message, "sha256")
+
+
+def listen(config: HostsConfig) -> socket.socket:
+    """Listen for followers on the address of the leader.
+
+    Raises:
+        InvalidRequest: the address cannot be bound.
+    """
+    host, port = config.master_addr, config.master_port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise InvalidRequest(
+            f"master_addr: {host}:{port} cannot be bound ({error}); it is this host's own private "
+            "address, and a free port",
+            "master_addr",
+        ) from error
+
+
+def connect(address: tuple[str, int], seconds: float) -> socket.socket:
+    """Connect to the leader, and try again until it listens or `seconds` have passed."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection(address, timeout=5.0)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)

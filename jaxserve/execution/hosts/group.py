@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from jaxserve.errors import DeviceError, InvalidRequest
-from jaxserve.execution.hosts.channel import CLOSE, Channel, ChannelError, Frame
+from jaxserve.execution.hosts.channel import CLOSE, Channel, ChannelError, Frame, connect, listen
 from jaxserve.settings.hosts import HostsConfig
 
 _log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Leader(Group):
         self._config, self._secret = config, secret
         self._joined = threading.Condition(self._lock)
         self._num_guests = 0
-        with _listen(config) as listener:
+        with listen(config) as listener:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
             self._wait()
             with suppress(OSError):
@@ -228,7 +228,10 @@ class Leader(Group):
         """Accept a follower's connection, and close any other."""
         try:
             channel = Channel(connection, self._secret, leads=True)
-            rank = _rank_of(channel.receive_first())
+            frame = channel.receive_first()
+            if frame.kind != HELLO:
+                raise ChannelError(f"its first frame is of kind {frame.kind}; allowed: {HELLO}")
+            rank = frame.number
             with self._joined:
                 if not 0 < rank < self._config.nnodes or rank in self._channels:
                     raise ChannelError(
@@ -265,7 +268,7 @@ class Follower(Group):
         super().__init__(end)
         address = self._leader = config.master_addr, config.master_port
         try:
-            self._channel = Channel(_connect(address), secret, leads=False)
+            self._channel = Channel(connect(address, JOIN_SECONDS), secret, leads=False)
             self._channel.seconds = STARTING_SECONDS
             self._channel.send(HELLO, config.node_rank)
             self._channel.start(self._lost)
@@ -308,33 +311,3 @@ class Follower(Group):
     def _lost(self, reason: str) -> None:
         host, port = self._leader
         self.fail(f"the leader is lost ({host}:{port}): {reason}", seconds=0.5)
-
-
-def _rank_of(frame: Frame) -> int:
-    if frame.kind != HELLO:
-        raise ChannelError(f"its first frame is of kind {frame.kind}; allowed: {HELLO}")
-    return frame.number
-
-
-def _listen(config: HostsConfig) -> socket.socket:
-    host, port = config.master_addr, config.master_port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        raise InvalidRequest(
-            f"master_addr: {host}:{port} cannot be bound ({error}); it is this host's own private "
-            "address, and a free port",
-            "master_addr",
-        ) from error
-
-
-def _connect(address: tuple[str, int]) -> socket.socket:
-    until = time.monotonic() + JOIN_SECONDS
-    while True:
-        try:
-            return socket.create_connection(address, timeout=5.0)
-        except OSError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.2)

@@ -3,16 +3,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 
 import jax
 
 from jaxserve.errors import DeviceError
 from jaxserve.execution.hosts.group import Follower, Group, Leader
 from jaxserve.execution.hosts.relay import Relay
+from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.hosts import HostsConfig
 
 _SECONDS = 120
+# Settings in which the hosts of an engine may differ, and settings of which the least is used.
+_OF_A_HOST = (
+    "model",
+    "tokenizer",
+    "revision",
+    "download_dir",
+    "generation_config",
+    "node_rank",
+    "skip_tokenizer_init",
+    "compilation_cache_dir",
+    "wait_for_all_programs",
+    "profile_start",
+    "chat_template_content_format",
+    "master_addr",
+    "nodes_secret",
+    "prefix_caching_secret",
+    "kv_events_config",
+)
+_LEAST = ("max_model_len", "num_gpu_blocks_override")
 
 
 def open_group(config: HostsConfig, secret: bytes | None) -> Group | None:
@@ -35,6 +56,26 @@ def open_group(config: HostsConfig, secret: bytes | None) -> Group | None:
     with group.ending_with_the_others():
         group.leave_jax = join_jax(config)
     return group
+
+
+def agreed_settings(group: Group, config: EngineConfig, facts: Mapping[str, str]) -> EngineConfig:
+    """Compare the settings of all hosts, and return them with the least of the hosts' sizes.
+
+    Args:
+        group: connections to the other hosts.
+        config: resolved settings of this host.
+        facts: further values by name that must be equal on all hosts.
+
+    Raises:
+        InvalidRequest: hosts differ in a setting that must be equal.
+    """
+    settings = {
+        field.name: repr(getattr(config, field.name))
+        for field in fields(config)
+        if field.name not in (*_OF_A_HOST, *_LEAST)
+    }
+    sizes = {name: getattr(config, name) for name in _LEAST}
+    return replace(config, **group.settle({**settings, **facts}, sizes))
 
 
 def join_jax(config: HostsConfig) -> Callable[[], None]:

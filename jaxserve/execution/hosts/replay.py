@@ -83,11 +83,8 @@ def led(programs: Programs, send: Send) -> Programs:
 
 
 def _alone(run: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a program, and wait until it has finished.
-
-    The next launch does not depend on its result. Without the wait, hosts could run the two
-    programs in different orders, and their collective sums would be mixed up.
-    """
+    # The next launch does not depend on the result. Without the wait, hosts could run the two
+    # programs in different orders, and their collective sums would be mixed up.
     result: Any = run(*arguments)
     jax.block_until_ready(result)
     return result
@@ -213,16 +210,7 @@ def _item(items: Sequence[Any], number: int) -> Any:
 
 
 def _arrays(payload: memoryview, like: Sequence[Any]) -> list[np.ndarray]:
-    """Return the arrays that are concatenated in a frame.
-
-    Args:
-        payload: the bytes of the arrays.
-        like: arrays with their shapes and dtypes.
-
-    Raises:
-        ChannelError: the frame has another size.
-    """
-
+    # `like`: arrays with the shapes and dtypes of the arrays in the payload.
     size = sum(array.nbytes for array in like)
     if len(payload) != size:
         raise ChannelError(f"a frame of {len(payload)} bytes; allowed: {size}")

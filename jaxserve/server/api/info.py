@@ -18,7 +18,7 @@ from jaxserve.server.api.query import Query
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.models import Models, ServedModel
-from jaxserve.settings.config import own_variables
+from jaxserve.settings.environment import own_variables
 from jaxserve.settings.installation import collect_environment
 
 _SECRET = re.compile(r"api_key|secret|password|hf_token")

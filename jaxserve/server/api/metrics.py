@@ -26,7 +26,15 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.metric_values import COUNTERS, EXPERT_ROWS, GAUGES, Read
+from jaxserve.engine.metric_values import (
+    COUNTERS,
+    EXPERT_ROWS,
+    GAUGES,
+    KV_CACHE_USAGE,
+    Read,
+    memory_shares,
+    memory_units,
+)
 from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, ValueCounts
 from jaxserve.server.served import request_metrics as buckets
 from jaxserve.server.served.models import Models, ServedModel
@@ -42,7 +50,6 @@ _OWN_GAUGES: dict[str, tuple[str, Read]] = {
         "Programs that would fit better and are still to come.",
         lambda s: s.num_programs_missing,
     ),
-    "num_pages_in_use": ("Pages of KV cache that sequences hold.", lambda s: s.pages_in_use),
 }
 _OWN_COUNTERS: dict[str, tuple[str, Read]] = {
     "engine_steps": ("Steps computed.", lambda s: s.num_steps),
@@ -193,6 +200,7 @@ class _Snapshot(Collector):
         for name, (text, read) in (GAUGES | _OWN_GAUGES).items():
             samples = [(labels, read(counts)) for labels, counts in stats]
             yield from _families(GaugeMetricFamily, name, text, samples, is_own=name in _OWN)
+        yield from _memory(stats)
         for name, (text, read) in (COUNTERS | _OWN_COUNTERS).items():
             samples = [(labels, read(counts)) for labels, counts in stats]
             yield from _families(CounterMetricFamily, name, text, samples, is_own=name in _OWN)
@@ -297,6 +305,15 @@ class _Snapshot(Collector):
             )
             info.add_metric([model.name, "0", *map(str, values)], 1)
         return info
+
+
+def _memory(stats: list[tuple[list[str], EngineStats]]) -> Iterator[Metric]:
+    samples: dict[tuple[str, str], list[tuple[list[str], float]]] = {}
+    for labels, counts in stats:
+        for name, (text, value) in (memory_shares(counts) | memory_units(counts)).items():
+            samples.setdefault((name, text), []).append((labels, value))
+    for (name, text), rows in samples.items():
+        yield from _families(GaugeMetricFamily, name, text, rows, is_own=name != KV_CACHE_USAGE)
 
 
 def _cache_sizes(model: ServedModel) -> tuple[int, int, float]:

@@ -11,7 +11,7 @@ from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Request
 from jaxserve.server.served.models import ServedModel
-from jaxserve.settings.config import traces_protocol
+from jaxserve.settings.environment import traces_protocol
 from jaxserve.settings.installation import install_command
 
 

@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.execution.mesh import make_mesh
 from jaxserve.models import abstract_model
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.model_name import kind_of_model
-from jaxserve.start.device import DeviceMemory, named_device, this_device
+from jaxserve.start.device import (
+    DeviceMemory,
+    named_device,
+    open_device,
+    started_device,
+    this_device,
+)
 from jaxserve.start.plan.forms import chosen_form, placed_dtype, weights_of
 from jaxserve.start.plan.memory import (
     DEFAULT_SHARE,
@@ -23,12 +30,14 @@ from jaxserve.start.plan.memory_plan import forms_of, plan_memory
 from jaxserve.start.plan.refusal import refusal
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.plan.step_time import StepTimes
+from jaxserve.start.plan.sum_options import sum_options
 from jaxserve.start.plan.weights import Weights
 from jaxserve.start.sources.find import find_source
 from jaxserve.start.sources.source import Source
 from jaxserve.weights.group_borders import check_groups, group_sizes
 from jaxserve.weights.model_weights import parameters_of
-from pallas_kernels.devices import GIB
+from pallas_kernels.devices import GIB, target_device
+from pallas_kernels.implementation import device_limit
 
 _log = logging.getLogger(__name__)
 # Declared dtypes of checkpoints for which bfloat16 may replace float32.
@@ -107,10 +116,38 @@ def _with_context(plan: StartPlan) -> StartPlan:
     return plan.with_length(plan.max_model_len)
 
 
-def on_opened_device(plan: StartPlan, device: DeviceMemory) -> StartPlan:
-    """Return the plan for `device`, with the budget that JAX has on the card it has opened."""
-    budget = engine_budget(plan.config, device, DEFAULT_SHARE)
-    return replace(plan, device=device, budget=budget)
+def plan_on_this_device(config: EngineConfig, source: Source, root: Path) -> StartPlan:
+    """Plan the start on this machine's device, and start JAX with the memory of the plan.
+
+    JAX reserves that memory instead of its default share of every card. It is the memory of all
+    engines of this process, and each engine uses its share.
+
+    Args:
+        config: unresolved settings.
+        source: source of the model.
+        root: of the files that say how much of the host's memory is free.
+
+    Raises:
+        InvalidRequest, UnsupportedModel: the device cannot hold or compute the model.
+        DeviceError: see `open_device`.
+    """
+    count = config.tensor_parallel_size // config.nnodes
+    device = this_device(root, count)
+    reason = device_limit(config.attention_backend, device.limits)
+    if reason is not None:
+        raise InvalidRequest(f"attention_backend: {reason}", "attention_backend")
+    sum_options(config, device.limits)  # refuses sums that the device lacks
+    plan = plan_start(config, source, device)
+    open_device(device, device.budget(config.gpu_memory_utilization, plan.share))
+    make_mesh(config.tensor_parallel_size)  # before a byte of weights is read
+    limits = target_device()
+    if limits.is_gpu != device.limits.is_gpu:  # JAX could not open the card
+        return plan_start(config, source, replace(this_device(root), limits=limits))
+    if not limits.is_gpu:
+        return plan
+    opened = replace(started_device(root, count), limits=limits)
+    # The budget is now the memory that JAX has on the card.
+    return replace(plan, device=opened, budget=engine_budget(plan.config, opened, DEFAULT_SHARE))
 
 
 def placed_weights(
@@ -156,7 +193,7 @@ def _narrowed(
 
 
 def _report_narrow(config: EngineConfig, source: Source, weights: Weights, plan: StartPlan) -> None:
-    """Log a warning if `placed_weights` chose bfloat16 because memory is short."""
+    # `placed_weights` chose bfloat16 if memory is short.
     if plan.platform == "gpu":
         return
     dtype = placed_dtype(config, source, plan.device.limits)

@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from jaxserve.execution.sampler_state import make_sampler_state
 from jaxserve.execution.state import addressable_pages
 from jaxserve.models import ModelConfig
 from jaxserve.models.shards import group_of, local_kv_heads
@@ -120,12 +118,6 @@ def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: Devic
     token = (widest + 4 * config.hidden_size) * item
     needed = max(sizes.tokens * token, int(drawn * _GPU_SAMPLER))
     return int(needed if limits.runs_triton else needed * _WITHOUT_KERNELS)
-
-
-def slot_bytes(vocab_size: int) -> int:
-    """Return the bytes of sampler state that one slot has on the device."""
-    leaves = jax.tree.leaves(jax.eval_shape(lambda: make_sampler_state(0, vocab_size)))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 class PageCounts(NamedTuple):

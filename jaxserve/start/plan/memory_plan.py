@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxserve.execution.state import kv_dtype, page_bytes
+from jaxserve.execution.state import kv_dtype, memory_kinds
 from jaxserve.models import ModelConfig
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import DeviceMemory
@@ -15,11 +15,10 @@ from jaxserve.start.plan.memory import (
     Sizes,
     engine_budget,
     size_candidates,
-    slot_bytes,
     temporary_bytes,
 )
 from jaxserve.start.plan.model_shapes import ModelShapes
-from jaxserve.start.plan.start_plan import PAGES, SAMPLER, MemoryKind, StartPlan
+from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.plan.weights import Weights
 from jaxserve.weights.quantize import FORMS
 
@@ -79,8 +78,6 @@ def plan_of_shapes(
     assert seqs and tokens
     is_gpu = device.limits.is_gpu
     pages_dtype = kv_dtype(config.kv_cache_dtype, dtype, "gpu" if is_gpu else "cpu")
-    page = page_bytes(model_config, config.block_size, pages_dtype)
-    layers, window = model_config.num_hidden_layers, model_config.layers.window
     sizes = Sizes(share, seqs, tokens)
     plan = StartPlan(
         config=config,
@@ -95,10 +92,7 @@ def plan_of_shapes(
         share=share,
         budget=engine_budget(config, device, share),
         temporary_bytes=temporary_bytes(model_config, dtype, sizes, device.limits),
-        memory=(
-            MemoryKind(PAGES, layers, "page", page, 0, window),
-            MemoryKind(SAMPLER, 0, "slot", slot_bytes(model_config.vocab_size), seqs + 1),
-        ),
+        memory=memory_kinds(model_config, config.block_size, pages_dtype, seqs),
         full_pages=0,
         least_pages=0,
     )

@@ -40,12 +40,12 @@ def refusal(
 def _host_refusal(
     config: EngineConfig, weights: Weights, plan: StartPlan, device: DeviceMemory, fixed: bool
 ) -> str:
-    cache = plan.least_pages * plan.page_bytes / GIB
-    step = (plan.temporary_bytes + plan.sampler_bytes) / GIB
+    least = plan.with_pages(plan.least_pages).cache_kinds
+    cache = ", ".join(f"the {kind.name} {kind.num_bytes / GIB:.1f} GiB" for kind in least)
     text = (
         f"the model does not fit on {device}: as {plan.form or plan.dtype.name} weights take "
-        f"{plan.weight_bytes / GIB:.1f} GiB, a step {step:.1f} GiB, "
-        f"the KV cache {cache:.1f} GiB and the process {HOST_RESERVE / GIB:.1f} GiB"
+        f"{plan.weight_bytes / GIB:.1f} GiB, a step {plan.step_bytes / GIB:.1f} GiB, "
+        f"{cache} and the process {HOST_RESERVE / GIB:.1f} GiB"
     )
     forms = [] if fixed else list(_smaller_forms(config, weights, plan))
     offers = [_fitting_cache(config, plan) or _setting_to_change(config, weights, plan, device)]
@@ -71,11 +71,7 @@ def _host_refusal(
 def _smaller_forms(
     config: EngineConfig, weights: Weights, plan: StartPlan
 ) -> Iterator[tuple[str, str | None, Weights]]:
-    """Yield the forms of the weights that are smaller than the weights of a plan.
-
-    Yields:
-        Command line options, the quantized form or None, and the weights in their dtype.
-    """
+    # Command line options, the quantized form or None, and the weights in their dtype.
     dtypes = [("", weights)]
     if weights.dtype.itemsize > 2:
         dtypes.append(("--dtype bfloat16", weights.in_dtype(jnp.bfloat16, keeps_blocks=False)))
@@ -111,10 +107,11 @@ def _fitting_cache(config: EngineConfig, plan: StartPlan) -> str | None:
 def _card_refusal(
     config: EngineConfig, weights: Weights, plan: StartPlan, device: DeviceMemory
 ) -> str:
-    step = (plan.temporary_bytes + plan.sampler_bytes) / GIB
+    *others, _ = plan.cache_kinds  # a start needs no cache of a given size
+    sizes = "".join(f", the {kind.name} {kind.num_bytes / GIB:.1f} GiB" for kind in others)
     text = (
         f"the model does not fit on {device}: weights take {plan.weight_bytes / GIB:.1f} GiB, "
-        f"a step {step:.1f} GiB, so a start needs "
+        f"a step {plan.step_bytes / GIB:.1f} GiB{sizes}, so a start needs "
         f"{plan.needed / GIB:.1f} GiB, and it may take {plan.budget / GIB:.1f} GiB"
     )
     bytes_of = {form: weights.sizes(form)[0] for form in forms_of(weights.config)}

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
-from jaxserve.execution.buckets import BucketSet
+from jaxserve.execution.buckets import (
+    LOAD_SLOT,
+    PROJECT,
+    SCORE,
+    SET_ROWS,
+    STATE,
+    Bucket,
+    BucketSet,
+    Key,
+    Sampler,
+    SmallProgram,
+    few_sizes,
+)
+from jaxserve.execution.state import PAGES, MemoryKind
 from jaxserve.models import ModelConfig
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import DeviceMemory
-from jaxserve.start.plan.bucket_plan import buckets_of
+from jaxserve.start.plan.bucket_plan import buckets_of, needs_logits
 from jaxserve.start.plan.memory import SLACK, Sizes, count_pages
 from jaxserve.start.plan.model_shapes import ModelShapes
 from jaxserve.start.plan.weights import read_bytes
-
-PAGES, SAMPLER = "KV cache", "sampler state"
-"""Names of the memory kinds."""
-
-
-@dataclass(frozen=True)
-class MemoryKind:
-    """Memory of the device state that is allocated in equal units, on each device.
-
-    Attributes:
-        name: `PAGES` or `SAMPLER`.
-        layers: number of transformer layers with this memory, or 0 if it belongs to no layer.
-        unit: "page" or "slot".
-        bytes_per_unit: bytes of one unit over all of its layers.
-        count: units, the null page or the null slot included.
-        window: tokens of the attention window that limits the pages of a sequence, or None.
-    """
-
-    name: str
-    layers: int
-    unit: Literal["page", "slot"]
-    bytes_per_unit: int
-    count: int
-    window: int | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all units."""
-        return self.bytes_per_unit * self.count
 
 
 @dataclass(frozen=True)
@@ -142,6 +125,42 @@ class StartPlan:
         sizes = self.config.decode_sizes, self.config.token_sizes
         return buckets_of(self.config, self.platform, sizes, self.greedy_decode)
 
+    @property
+    def names_sizes(self) -> bool:
+        """Whether the settings name padded sizes."""
+        return bool(self.config.decode_sizes or self.config.token_sizes)
+
+    @property
+    def samplers(self) -> list[Sampler]:
+        """Keys of the samplers that follow launches, smallest first."""
+        sizes = few_sizes(self.max_num_seqs)
+        return list(map(Sampler, sizes)) if self.buckets.largest.keeps_logits else []
+
+    @property
+    def other_programs(self) -> list[Key]:
+        """Keys of all programs that are not launches, samplers first, smallest first."""
+        keys: list[Key] = [*self.samplers]
+        if keys:
+            keys.append(SCORE)
+        if needs_logits(self.config):
+            keys.append(PROJECT)
+        masks = [SmallProgram("set allowed", size) for size in few_sizes(self.max_num_seqs)]
+        return [*keys, LOAD_SLOT, SET_ROWS, *masks]
+
+    @property
+    def programs(self) -> list[Key]:
+        """Keys of all programs of a start, the longest compilation first."""
+        return [*sorted(self.buckets, reverse=True), *self.other_programs, STATE]
+
+    def program_name(self, key: Key) -> str:
+        """Return the name of a program in the store."""
+        if isinstance(key, Bucket):
+            sampler = ", sampler apart" if key.keeps_logits else ""
+            return f"{key}{sampler}, {self.num_pages} pages"
+        if key == STATE:
+            return f"state, {self.num_pages} pages"
+        return f"{key}, {self.buckets.largest}" if key in (SCORE, PROJECT) else str(key)
+
     def with_pages(self, count: int) -> StartPlan:
         """Return the plan with another number of pages."""
         memory = tuple(
@@ -157,6 +176,11 @@ class StartPlan:
             model = model.for_config(model_config)
         config = replace(self.config, max_model_len=length)
         return replace(self, config=config, model_config=model_config, model=model)
+
+    def with_settings(self, config: EngineConfig) -> StartPlan:
+        """Return the plan for other resolved settings of the same programs and shapes."""
+        assert config.max_model_len is not None
+        return replace(self, config=config).with_length(config.max_model_len)
 
     @property
     def estimate(self) -> int:
@@ -191,9 +215,15 @@ class StartPlan:
         return replace(self, full_pages=full, least_pages=least).with_pages(pages)
 
     @property
-    def sampler_bytes(self) -> int:
-        """Bytes of the sampler's state."""
-        return next(kind.num_bytes for kind in self.memory if kind.name == SAMPLER)
+    def step_bytes(self) -> int:
+        """Bytes of a step: `temporary_bytes`, and the memory that belongs to no layer."""
+        return self.temporary_bytes + sum(k.num_bytes for k in self.memory if not k.layers)
+
+    @property
+    def cache_kinds(self) -> list[MemoryKind]:
+        """Kinds of memory that belong to layers, the KV cache last."""
+        kinds = [kind for kind in self.memory if kind.layers and kind.name != PAGES]
+        return [*kinds, self.pages]
 
     @property
     def _taken(self) -> int:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import jax
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.settings.config import EngineConfig, compiler_settings
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import compiler_settings
 from jaxserve.settings.machine import gpu_flags
 from pallas_kernels import device_sum_limit
 from pallas_kernels.devices import DeviceLimits

@@ -24,6 +24,8 @@ from typing import Any
 
 import jax
 
+from jaxserve.settings.config import EngineConfig
+from jaxserve.settings.environment import user_cache_dir
 from jaxserve.start.programs.private_files import make_private, replace_file
 from pallas_kernels.devices import target_device
 
@@ -35,6 +37,19 @@ _NAME = re.compile(r"[0-9a-f]{16}/[0-9a-f]{32}\.pb")
 
 Choices = dict[str, bytes]
 """Contents of files by their paths below `TUNED`, "device/instruction.pb"."""
+
+
+def cache_folder(config: EngineConfig) -> Path | None:
+    """Return the folder of the compilation cache, or None if the settings disable it."""
+    cache = config.compilation_cache_dir
+    cache = user_cache_dir() if cache == "auto" else cache
+    return None if cache in (None, "none") else Path(cache)
+
+
+def programs_folder(config: EngineConfig) -> Path | None:
+    """Prepare the compilation cache, and return its folder of programs, or None without a cache."""
+    cache = cache_folder(config)
+    return None if cache is None else prepare_cache(cache)
 
 
 def prepare_cache(directory: Path) -> Path | None:

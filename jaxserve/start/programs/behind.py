@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from jaxserve.execution.buckets import Bucket, BucketSet, Demand, Program, Sampler, gain, without
 from jaxserve.execution.runner import Runner
-from jaxserve.start.memory_return import return_memory
+from jaxserve.start.garbage import return_memory
 from jaxserve.start.plan.bucket_plan import (
     BucketPlan,
     anchors,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,17 @@ import numpy as np
 from jax.stages import Lowered
 
 from jaxserve.execution.batch import pack, rows_size, unpack
-from jaxserve.execution.buckets import Bucket, Sampler, few_sizes
+from jaxserve.execution.buckets import (
+    LOAD_SLOT,
+    PROJECT,
+    SCORE,
+    SET_ROWS,
+    STATE,
+    Bucket,
+    Key,
+    Sampler,
+    SmallProgram,
+)
 from jaxserve.execution.columns import Columns
 from jaxserve.execution.logprobs import BLOCK, DeviceLogprobs
 from jaxserve.execution.mesh import (
@@ -47,7 +56,6 @@ from jaxserve.models.linear import accumulator
 from jaxserve.models.shards import padded_vocab
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
-from jaxserve.start.plan.bucket_plan import needs_logits
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.programs.described_card import DescribedCard
 from pallas_kernels.devices import target_device
@@ -69,59 +77,6 @@ def product_precision(setting: str, dtype: Any) -> AbstractContextManager[None]:
     if setting == "highest" and dtype == np.float32 and target_device().platform == "gpu":
         return jax.default_matmul_precision("highest")
     return nullcontext()
-
-
-@dataclass(frozen=True)
-class SmallProgram:
-    """Key of a program that is neither a launch nor a sampler.
-
-    Attributes:
-        kind: "score" and "project" follow the largest launch. "state" makes the device state, and
-            "load slot", "set rows" and "set allowed" change it.
-        count: slots whose masks "set allowed" replaces.
-    """
-
-    kind: str
-    count: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind}, {self.count}" if self.count else self.kind
-
-
-STATE, LOAD_SLOT, SET_ROWS = (
-    SmallProgram("state"),
-    SmallProgram("load slot"),
-    SmallProgram("set rows"),
-)
-SCORE, PROJECT = SmallProgram("score"), SmallProgram("project")
-Key = Bucket | Sampler | SmallProgram
-"""Key of a compiled program of an engine."""
-
-
-def program_name(key: Key, plan: StartPlan) -> str:
-    """Return the name of a program in the store."""
-    if isinstance(key, Bucket):
-        sampler = ", sampler apart" if key.keeps_logits else ""
-        return f"{key}{sampler}, {plan.num_pages} pages"
-    if key == STATE:
-        return f"state, {plan.num_pages} pages"
-    return f"{key}, {plan.buckets.largest}" if key in (SCORE, PROJECT) else str(key)
-
-
-def other_programs(plan: StartPlan) -> list[Key]:
-    """Return the keys of all programs that are not launches, samplers first, smallest first."""
-    sizes, keeps_logits = few_sizes(plan.max_num_seqs), plan.buckets.largest.keeps_logits
-    keys: list[Key] = list(map(Sampler, sizes)) if keeps_logits else []
-    if keeps_logits:
-        keys.append(SCORE)
-    if needs_logits(plan.config):
-        keys.append(PROJECT)
-    return [*keys, LOAD_SLOT, SET_ROWS, *(SmallProgram("set allowed", size) for size in sizes)]
-
-
-def all_programs(plan: StartPlan) -> list[Key]:
-    """Return the keys of all programs of a start, the longest compilation first."""
-    return [*sorted(plan.buckets, reverse=True), *other_programs(plan), STATE]
 
 
 class Compiler:
@@ -162,22 +117,14 @@ class Compiler:
     def make_state(self) -> DeviceState:
         """Make an empty device state, inside or outside of a trace."""
         plan = self.plan
-        return make_state(
-            plan.model_config,
-            plan.num_pages,
-            plan.block_size,
-            plan.max_num_seqs,
-            plan.kv_dtype,
-            max_pages=self._null_slots.max_pages,
-        )
+        return make_state(plan.model_config, plan.memory, self._null_slots.max_pages)
 
     def state_shapes(self) -> DeviceState:
         """Return the shapes of the device state."""
         shapes = jax.eval_shape(self.make_state)
         if self._mesh is None:
             return shapes
-        specs = state_specs(len(shapes.kv), self.plan.kv_dtype)
-        return placed_shapes(self._mesh, shapes, specs)
+        return placed_shapes(self._mesh, shapes, state_specs(self.plan.memory))
 
     def lower(self, key: Key) -> Lowered:
         """Trace and lower a program, for the card if there is one."""
@@ -256,8 +203,8 @@ class Compiler:
     def _lower_step(self, bucket: Bucket) -> Lowered:
         run, arguments = self.step_call(bucket)
         places: Any = (WHOLE, WHOLE, SECOND, WHOLE, PARTS)
-        state = state_specs(self.plan.model_config.num_hidden_layers, self.plan.kv_dtype)
-        return self._lower(run, *arguments, donate=1, results=(state, StepOutput(*places)))
+        results = state_specs(self.plan.memory), StepOutput(*places)
+        return self._lower(run, *arguments, donate=1, results=results)
 
     def _lower_sampler(self, sampler: Sampler) -> Lowered:
         num_rows, most = sampler.num_rows, self.plan.max_num_seqs

@@ -21,9 +21,9 @@ from typing import IO, Any, BinaryIO
 import jax
 from jax.stages import Compiled, Lowered
 
-from jaxserve.start.memory_return import return_memory
+from jaxserve.execution.buckets import Key
+from jaxserve.start.garbage import return_memory
 from jaxserve.start.plan.start_plan import StartPlan
-from jaxserve.start.programs.compiler import Key
 from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.start.programs.store import ProgramStore
 from jaxserve.start.programs.suppliers import Compiling, Stored
@@ -39,7 +39,7 @@ _SETTINGS = (
 _CODE = """\
 import sys
 sys.path[:] = {path!r}
-from jaxserve.settings.config import prepare_process
+from jaxserve.settings.environment import prepare_process
 prepare_process()
 from jaxserve.start.garbage import collection_paused
 with collection_paused():

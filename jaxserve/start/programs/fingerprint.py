@@ -14,7 +14,9 @@ import jax
 
 from jaxserve.execution.mesh import spec_of
 from jaxserve.execution.typed_jax import devices
-from jaxserve.settings.config import compiler_settings, cpu_threads
+from jaxserve.models import ModelConfig
+from jaxserve.settings.config import cpu_threads
+from jaxserve.settings.environment import compiler_settings
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.plan.sum_options import sum_options
 from jaxserve.start.programs.described_card import DescribedCard
@@ -115,6 +117,22 @@ def fingerprint(card: DescribedCard | None = None) -> dict[str, Any]:
             for name in ("jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans")
         },
         "source": _source_digest(),
+    }
+
+
+def host_facts(plan: StartPlan, declared: ModelConfig) -> dict[str, str]:
+    """Return the values beside the settings that must be equal on all hosts of an engine.
+
+    Args:
+        plan: of this host's start.
+        declared: the model's configuration as its files declare it.
+    """
+    versions = fingerprint()
+    return {
+        "dtype": str(plan.dtype),
+        "jax": versions["jax"],
+        "jaxserve": versions["source"],
+        "config.json": hashlib.blake2b(repr(declared).encode(), digest_size=8).hexdigest(),
     }
 
 

@@ -197,11 +197,7 @@ def _files_in(directory: Path) -> list[Path]:
 
 
 def _read_own(path: Path) -> bytes:
-    """Read a regular file that the user owns.
-
-    Raises:
-        OSError: the file is of another kind or another user's, or cannot be read.
-    """
+    # Raises an OSError if the file is of another kind or another user's.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):

@@ -44,7 +44,8 @@ def settled(
                 plan, program = smaller, None
     if plan.num_pages < 2:
         raise InvalidRequest(
-            f"no memory for the KV cache: a page takes {plan.page_bytes} bytes; "
+            f"no memory for the {plan.pages.name}: a {plan.pages.unit} takes "
+            f"{plan.page_bytes} bytes; "
             "raise gpu_memory_utilization or kv_cache_memory_bytes",
             "kv_cache_memory_bytes",
         )

@@ -153,7 +153,8 @@ class ProgramStore:
             return program
         lowered = self._trace(lower, name)
         # XLA's compiled text has no more kernels and is twenty times as long for a large program.
-        kernels = _kernels(lowered.as_text())
+        names = sorted(set(_KERNEL.findall(lowered.as_text())))
+        kernels = {kernel: kernel_code(kernel) for kernel in names}
         key = _object_key(lowered, kernels, self.fingerprint)
         program = None if key == named else self._load(self._objects / key, name)
         if program is None:
@@ -281,19 +282,13 @@ class ProgramStore:
         self._files.write(path, {"object": path.name}, content)
 
 
-def _kernels(program: str) -> dict[str, bytes]:
-    return {name: kernel_code(name) for name in sorted(set(_KERNEL.findall(program)))}
-
-
 def _object_key(
     lowered: Lowered, kernels: Mapping[str, bytes], fingerprint: Mapping[str, Any]
 ) -> str:
-    """Hash XLA's input, the machine and the versions, but not the source that was traced.
-
-    The number of processes counts, because XLA's input does not contain it and a program compiled
-    for one process cannot be loaded by two. The shapes of all arguments count, because XLA's input
-    lacks unused arguments and a loaded program still takes them.
-    """
+    # The source that was traced does not count, because XLA's input shows its changes. The number
+    # of processes counts, because XLA's input does not contain it and a program compiled for one
+    # process cannot be loaded by two. The shapes of all arguments count, because XLA's input
+    # lacks unused arguments and a loaded program still takes them.
     machine = {name: value for name, value in fingerprint.items() if name != "source"}
     if jax.process_count() > 1:  # with one process, keys equal the keys of earlier versions
         machine["processes"] = jax.process_count()

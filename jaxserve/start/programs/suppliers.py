@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
 from jax.stages import Compiled
 
+from jaxserve.execution.buckets import Key
 from jaxserve.start.plan.start_plan import StartPlan
-from jaxserve.start.programs.compiler import Compiler, Key, program_name
+from jaxserve.start.programs.compiler import Compiler
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.store import ProgramStore
 
@@ -43,11 +46,11 @@ class Stored:
 
     def supply(self, key: Key) -> Compiled | None:
         """Load a program from its file, or return None. Thread-safe."""
-        return self.store.find(program_name(key, self.plan))
+        return self.store.find(self.plan.program_name(key))
 
     def has(self, key: Key) -> bool:
         """Return whether a program has a file."""
-        return self.store.has(program_name(key, self.plan))
+        return self.store.has(self.plan.program_name(key))
 
     def close(self) -> None:
         """Return at once, because files are closed after each read."""
@@ -73,8 +76,48 @@ class Compiling:
 
     def supply(self, key: Key) -> Compiled:
         """Load or compile a program, and write a compiled one to the store. Thread-safe."""
-        name = program_name(key, self.compiler.plan)
+        name = self.compiler.plan.program_name(key)
         return self._store.get(name, partial(self.compiler.lower, key))
 
     def close(self) -> None:
         """Return at once, because compilations end with the threads that run them."""
+
+
+class CompilingThreads:
+    """Supplier that has another one supply programs in threads, before they are needed.
+
+    Args:
+        supplier: of the programs.
+        count: number of threads.
+    """
+
+    def __init__(self, supplier: ProgramSupplier, count: int) -> None:
+        self._supplier = supplier
+        self._futures: dict[Key, Future[Compiled | None]] = {}
+        self._pool = ThreadPoolExecutor(count, "jaxserve-compile")
+
+    def put(self, key: Key, program: Compiled) -> None:
+        """Add a program that is compiled already."""
+        self._futures[key] = future = Future[Compiled | None]()
+        future.set_result(program)
+
+    def submit(self, keys: Iterable[Key]) -> None:
+        """Let the threads supply programs, after the ones that were submitted earlier."""
+        for key in keys:
+            if key not in self._futures:
+                self._futures[key] = self._pool.submit(self._supplier.supply, key)
+
+    def supply(self, key: Key) -> Compiled:
+        """Wait for a program, which is submitted first if necessary."""
+        self.submit([key])
+        program = self._futures[key].result()
+        assert program is not None
+        return program
+
+    def close(self, wait: bool = True) -> None:
+        """Drop the programs that wait for a thread. Idempotent.
+
+        Args:
+            wait: for the programs that threads compile now.
+        """
+        self._pool.shutdown(wait, cancel_futures=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,23 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
-from jaxserve.execution.buckets import Bucket, Sampler
+from jaxserve.execution.buckets import (
+    LOAD_SLOT,
+    PROJECT,
+    SCORE,
+    SET_ROWS,
+    STATE,
+    Bucket,
+    Key,
+    Sampler,
+    SmallProgram,
+)
 from jaxserve.execution.hosts.group import Group, Leader
 from jaxserve.execution.hosts.replay import Padding, Replay, led
 from jaxserve.execution.runner import CompileCounter, OnProgress, Programs, Runner
 from jaxserve.execution.state import DeviceState, StepOutput
 from jaxserve.settings.config import cpu_threads
-from jaxserve.start.garbage import collection_paused
-from jaxserve.start.memory_return import return_memory
+from jaxserve.start.garbage import collection_paused, return_memory
 from jaxserve.start.plan.bucket_plan import (
     BucketPlan,
     anchors,
@@ -30,19 +38,9 @@ from jaxserve.start.plan.bucket_plan import (
 )
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.programs.behind import COMPILE_SECONDS, ProgramsBehind
-from jaxserve.start.programs.compiler import (
-    LOAD_SLOT,
-    PROJECT,
-    SCORE,
-    SET_ROWS,
-    STATE,
-    Key,
-    SmallProgram,
-    other_programs,
-)
 from jaxserve.start.programs.fingerprint import open_store
 from jaxserve.start.programs.settling import settled, temporary_bytes_of
-from jaxserve.start.programs.suppliers import Compiling, Stored
+from jaxserve.start.programs.suppliers import Compiling, CompilingThreads, ProgramSupplier, Stored
 from jaxserve.start.report import StartReport
 from pallas_kernels.devices import target_device
 
@@ -64,7 +62,6 @@ class WarmUp:
         buckets: padded sizes to compile.
         store: of the programs.
         supplier: of the programs.
-        report: as above.
 
     Raises:
         InvalidRequest: there is no memory for two pages of KV cache.
@@ -94,18 +91,18 @@ class WarmUp:
             if pages != self.plan.num_pages:
                 self.plan, largest = self.plan.with_pages(pages), None
         self.report.plan = self.plan
-        self.supplier = Compiling(self.plan, self.store)
+        compiling = Compiling(self.plan, self.store)
+        self.supplier: ProgramSupplier = compiling
+        self._compiler = compiling.compiler
+        self._threads = CompilingThreads(self.supplier, min(_COMPILE_THREADS, cpu_threads()))
+        if largest is not None:
+            self._threads.put(self.buckets.largest, largest)
         self._leaves: list[jax.Array] = []
         self._temporary_bytes = 0
         self._steps: dict[Bucket, Compiled] = {}
-        self._compiling: dict[Key, Future[Compiled]] = {}
-        self._pool = ThreadPoolExecutor(min(_COMPILE_THREADS, cpu_threads()), "jaxserve-compile")
         self._others: list[Key] = []
         self._state: DeviceState | None = None
         self._make_state: Callable[[], DeviceState] | None = None
-        if largest is not None:
-            self._compiling[self.buckets.largest] = future = Future[Compiled]()
-            future.set_result(largest)
         self._waits_for_all = (
             plan.config.wait_for_all_programs
             or group is not None
@@ -118,21 +115,17 @@ class WarmUp:
         if self._others:
             return
         if not self._waits_for_all:
-            self._take_noted_sizes()
-            self._submit(self._first_steps())
-        self._others = other_programs(self.plan)
-        if not self._waits_for_all:
-            later = self._later_samplers
-            self._others = [key for key in self._others if key not in later]
-        self._submit(self._others)
+            notes = None if self.plan.names_sizes else self.store.notes()
+            if notes is not None:
+                self._take(BucketPlan.from_notes(notes))
+            self._threads.submit(self._first_steps())
+        later = () if self._waits_for_all else self.plan.samplers[:-1]
+        self._others = [key for key in self.plan.other_programs if key not in later]
+        self._threads.submit(self._others)
 
     def close(self, wait: bool = True) -> None:
-        """End the compilations of `begin`, and drop the ones that wait for a thread. Idempotent.
-
-        Args:
-            wait: for the programs that threads compile now.
-        """
-        self._pool.shutdown(wait, cancel_futures=True)
+        """End the compilations of `begin`. See `CompilingThreads.close`."""
+        self._threads.close(wait)
 
     def run(self, leaves: list[jax.Array], on_progress: OnProgress | None = None) -> Runner:
         """Compile, make the cache, and run each program once on padding.
@@ -154,9 +147,8 @@ class WarmUp:
     def replay(self, leaves: list[jax.Array], on_progress: OnProgress | None = None) -> Replay:
         """Make a follower's counterpart of the runner, from the arguments of `run`."""
         programs = self._programs(leaves, on_progress)
-        compiler = self.supplier.compiler
-        words = {bucket: compiler.null_batch(bucket) for bucket in programs.steps}
-        padding = Padding(words, compiler.null_load(), compiler.null_rows())
+        words = {bucket: self._compiler.null_batch(bucket) for bucket in programs.steps}
+        padding = Padding(words, self._compiler.null_load(), self._compiler.null_rows())
         self._leaves = []
         return Replay(leaves, programs, self._first_state(programs), padding)
 
@@ -166,13 +158,13 @@ class WarmUp:
             return None
         chosen = self.report.bucket_plan
         assert chosen is not None
-        is_chosen = self._sizes_are_named or chosen.step_seconds is not None
+        is_chosen = self.plan.names_sizes or chosen.step_seconds is not None
         return ProgramsBehind(
             runner,
             Stored(self.plan, self.store),
-            self.supplier.compiler,
+            self._compiler,
             self.buckets,
-            self._later_samplers,
+            self.plan.samplers[:-1],
             chosen if is_chosen else None,
             self._note,
         )
@@ -191,90 +183,58 @@ class WarmUp:
 
     def _compile(self, on_progress: OnProgress | None) -> Programs:
         """Compile the programs of a start, the longest compilation first."""
-        self._make_state = self.supplier.supply(STATE)
-        if self._waits_for_all and not self._sizes_are_named:
+        make_state = self._make_state = self.supplier.supply(STATE)
+        assert make_state is not None
+        if self._waits_for_all and not self.plan.names_sizes:
             self._choose_sizes()
         steps = list(self.buckets) if self._waits_for_all else self._first_steps()
         steps, total = sorted(steps, reverse=True), len(steps) + len(self._others)
         self._compile_steps(steps, on_progress, total)
         others: dict[Key, Any] = {}
         for key in self._others:
-            others[key] = self._compiling[key].result()
+            others[key] = self._threads.supply(key)
             if on_progress is not None:
                 on_progress("programs", len(steps) + len(others), total)
         self._run_new(steps)
         self.plan = self.report.plan = replace(self.plan, temporary_bytes=self._temporary_bytes)
+        small = [key for key in others if isinstance(key, SmallProgram)]
         return Programs(
-            self._steps,
-            {key: program for key, program in others.items() if isinstance(key, Sampler)},
-            others.get(SCORE),
-            self._make_state,
-            others[LOAD_SLOT],
-            others[SET_ROWS],
-            {
-                key.count: others[key]
-                for key in others
-                if isinstance(key, SmallProgram) and key.count
-            },
-            others.get(PROJECT),
+            buckets=self.buckets,
+            steps=self._steps,
+            samplers={key: others[key] for key in others if isinstance(key, Sampler)},
+            score=others.get(SCORE),
+            make_state=make_state,
+            load_slot=others[LOAD_SLOT],
+            set_rows=others[SET_ROWS],
+            set_allowed={key.count: others[key] for key in small if key.count},
+            project=others.get(PROJECT),
         )
 
     def _first_state(self, programs: Programs) -> DeviceState:
         state, self._state = self._state, None
         assert state is not None
-        compiler = self.supplier.compiler
-        sampler = programs.load_slot(state.sampler, compiler.null_load())
-        page_table = programs.set_rows(state.page_table, *compiler.null_rows())
+        sampler = programs.load_slot(state.sampler, self._compiler.null_load())
+        page_table = programs.set_rows(state.page_table, *self._compiler.null_rows())
         return replace(state, sampler=sampler, page_table=page_table)
 
     def _make_runner(self, programs: Programs, state: DeviceState) -> Runner:
         if isinstance(self._group, Leader):
             programs = led(programs, self._group.send)
-        plan = self.plan
-        runner = Runner(
-            plan.config,
-            plan.model_config,
-            self._leaves,
-            programs,
-            self.buckets,
-            num_pages=plan.num_pages,
-            kv_dtype=plan.kv_dtype,
-            page_bytes=plan.page_bytes,
-            state=state,
-            counter=self._counter,
-        )
-        padding = self.supplier.compiler.null_batch(self.buckets.largest)
+        model, memory = self.plan.model_config, self.plan.memory
+        runner = Runner(model, memory, self._leaves, programs, state, self._counter)
+        padding = self._compiler.null_batch(self.buckets.largest)
         for sampler in programs.samplers:
             runner.run_padding(sampler, None, padding)
         return runner
 
-    @property
-    def _sizes_are_named(self) -> bool:
-        return bool(self.plan.config.decode_sizes or self.plan.config.token_sizes)
-
-    @property
-    def _later_samplers(self) -> list[Sampler]:
-        return [key for key in other_programs(self.plan) if isinstance(key, Sampler)][:-1]
-
     def _first_steps(self) -> list[Bucket]:
-        """Return the buckets without which the engine cannot serve, or would serve very slowly.
-
-        The largest launch of mixed rows would suffice, but with 135M parameters it takes about
-        three times as long as a decode for a token of one row.
-        """
-        largest, decode, early = (
-            self.buckets.largest,
-            self.buckets.largest_decode,
-            self.buckets.early,
-        )
-        if early is None or Stored(self.plan, self.store).has(decode):
+        # Without these buckets the engine cannot serve, or would serve very slowly. The largest
+        # launch of mixed rows would suffice, but with 135M parameters it takes about three times
+        # as long as a decode for a token of one row.
+        largest, decode = self.buckets.largest, self.buckets.largest_decode
+        if self.buckets.early is None or Stored(self.plan, self.store).has(decode):
             return [largest, decode]
-        return [largest, early]
-
-    def _take_noted_sizes(self) -> None:
-        notes = None if self._sizes_are_named else self.store.notes()
-        if notes is not None:
-            self._take(BucketPlan.from_notes(notes))
+        return [largest, self.buckets.early]
 
     def _take(self, chosen: BucketPlan) -> None:
         self.report.bucket_plan = chosen
@@ -285,24 +245,16 @@ class WarmUp:
         self.report.bucket_plan = chosen
         self.store.note(chosen.notes())
 
-    def _submit(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            if key not in self._compiling:
-                self._compiling[key] = self._pool.submit(self.supplier.supply, key)
-
     def _compile_steps(
-        self,
-        buckets: list[Bucket],
-        on_progress: OnProgress | None = None,
-        total: int = 0,
+        self, buckets: list[Bucket], on_progress: OnProgress | None = None, total: int = 0
     ) -> None:
         # Reading a program's memory use costs a tenth of loading it, so one of each kind is read.
         kinds = {(bucket.decode_only, bucket.greedy): bucket for bucket in sorted(self.buckets)}
         if self._compile_first:
             self._state = None
-        self._submit(buckets)
+        self._threads.submit(buckets)
         for done, bucket in enumerate(buckets, 1):
-            step = self._compiling[bucket].result()
+            step = self._threads.supply(bucket)
             if bucket in kinds.values():
                 self._temporary_bytes = max(self._temporary_bytes, temporary_bytes_of(step))
             if on_progress is not None:
@@ -315,7 +267,7 @@ class WarmUp:
             self._state = self._make_state()
         for bucket in buckets:
             if bucket not in self._steps:
-                self._steps[bucket] = self._compiling[bucket].result()
+                self._steps[bucket] = self._threads.supply(bucket)
                 self._run_padding(bucket)
 
     def _choose_sizes(self) -> None:
@@ -343,6 +295,6 @@ class WarmUp:
         return notes if self._group is None else self._group.share(notes)
 
     def _run_padding(self, bucket: Bucket) -> StepOutput:
-        batch = self.supplier.compiler.null_batch(bucket)
+        batch = self._compiler.null_batch(bucket)
         self._state, output = self._steps[bucket](self._leaves, self._state, batch)
         return output

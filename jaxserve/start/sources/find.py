@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.execution.mesh import Mesh
 from jaxserve.execution.runner import OnProgress
-from jaxserve.models import ModelConfig, parse_model_config, read_config_fields
+from jaxserve.models import Decoder, ModelConfig, parse_model_config, read_config_fields
 from jaxserve.models.shards import Split, check_split
 from jaxserve.settings.config import EngineConfig, bundled_model
 from jaxserve.settings.overrides import overridden
@@ -19,22 +20,61 @@ from jaxserve.start.sources.source import (
     CheckpointSource,
     ConvertedSource,
     GgufSource,
-    RandomSource,
     Source,
 )
 from jaxserve.text.generation_config import read_generation_config
 from jaxserve.text.gguf_vocabulary import gguf_ends
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import (
     gguf_fields,
     is_converted,
     open_checkpoint,
     open_converted,
     open_gguf,
+    random_weights,
 )
 from jaxserve.weights.names import has_own_output
+from jaxserve.weights.shapes import PLAIN, RANDOM, DeviceLayout, Stored
 from jaxserve.weights.wrapped import NAMINGS, naming
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RandomSource(Source):
+    """A model with random weights, and the configuration and tokenizer of another source.
+
+    Attributes:
+        text: the other source.
+        seed: of the weights.
+    """
+
+    text: Source
+    seed: int
+
+    @property
+    def stored(self) -> Stored:
+        """`RANDOM`: all parameters are in full, or quantized while they are made."""
+        return RANDOM
+
+    def _own_tokenizer(self, size: int, form: str) -> Tokenizer:
+        return self.text._own_tokenizer(size, form)
+
+    def without_vocabulary(self) -> Source:
+        """Return the source with the other one's vocabulary left out."""
+        return replace(self, text=self.text.without_vocabulary())
+
+    def load(
+        self,
+        model_config: ModelConfig,
+        dtype: Any,
+        form: str | None = None,
+        layout: DeviceLayout = PLAIN,
+        mesh: Mesh | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Decoder:
+        """Make random weights and place them (see `Source.load`)."""
+        return random_weights(model_config, dtype, self.seed, form, layout.panels, mesh)
 
 
 def find_source(
@@ -91,12 +131,6 @@ def _find(config: EngineConfig, on_progress: OnProgress | None, config_only: boo
 
 
 def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """Return the configuration with the split over devices that the settings name.
-
-    Raises:
-        UnsupportedModel: sizes of the model do not divide by the number of devices.
-        CheckpointError: see `placement_of`.
-    """
     split = Split(
         config.tensor_parallel_size,
         config.enable_expert_parallel,

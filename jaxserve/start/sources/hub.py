@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.runner import OnProgress
-from jaxserve.settings.config import HubAccess, hub_access
+from jaxserve.settings.environment import HubAccess, hub_access
 from jaxserve.settings.model_name import HUB_NAME, INDEX
 from jaxserve.start.device import this_device
 from jaxserve.start.sources.hub_gguf import GgufModel, gguf_models, of_form, preferred

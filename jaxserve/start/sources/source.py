@@ -27,13 +27,12 @@ from jaxserve.weights import (
     GgufFile,
     load_converted,
     load_weights,
-    random_weights,
 )
 from jaxserve.weights.converted import restored
 from jaxserve.weights.converted_parts import load_converted_parts, whole
 from jaxserve.weights.placement import use_panels
 from jaxserve.weights.safetensors import read_tensor
-from jaxserve.weights.shapes import PLAIN, RANDOM, DeviceLayout, Stored
+from jaxserve.weights.shapes import PLAIN, DeviceLayout, Stored
 from jaxserve.weights.tensors import StoredTensors, open_tensors
 
 
@@ -286,40 +285,3 @@ class ConvertedSource(Source):
         if layout.panels:
             use_panels(model)
         return model
-
-
-@dataclass(frozen=True)
-class RandomSource(Source):
-    """A model with random weights, and the configuration and tokenizer of another source.
-
-    Attributes:
-        text: the other source.
-        seed: of the weights.
-    """
-
-    text: Source
-    seed: int
-
-    @property
-    def stored(self) -> Stored:
-        """`RANDOM`: all parameters are in full, or quantized while they are made."""
-        return RANDOM
-
-    def _own_tokenizer(self, size: int, form: str) -> Tokenizer:
-        return self.text._own_tokenizer(size, form)
-
-    def without_vocabulary(self) -> Source:
-        """Return the source with the other one's vocabulary left out."""
-        return replace(self, text=self.text.without_vocabulary())
-
-    def load(
-        self,
-        model_config: ModelConfig,
-        dtype: Any,
-        form: str | None = None,
-        layout: DeviceLayout = PLAIN,
-        mesh: Mesh | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Decoder:
-        """Make random weights and place them (see `Source.load`)."""
-        return random_weights(model_config, dtype, self.seed, form, layout.panels, mesh)

@@ -8,12 +8,12 @@ import numpy as np
 
 from jaxserve.engine.delta import Delta
 from jaxserve.engine.engine import Engine
+from jaxserve.execution.buckets import LOAD_SLOT, SET_ROWS, STATE, SmallProgram
 from jaxserve.execution.runner import CompileCounter, Programs, Runner
 from jaxserve.execution.state import DeviceState
 from jaxserve.request import SamplingParams
 from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
-from jaxserve.start.programs.compiler import LOAD_SLOT, SET_ROWS, STATE, SmallProgram
 from jaxserve.start.programs.store import ProgramStore
 from jaxserve.start.programs.suppliers import Compiling
 from jaxserve.text.tokenizer import Tokenizer
@@ -71,10 +71,11 @@ class RecordedEngine:
         self._plan = plan_of_model(setup.config(num_steps), model_config, self.decoder)
         supplier = Compiling(self._plan, ProgramStore(None, {}, {}))
         self._compiler, self._leaves = supplier.compiler, model_leaves(self.decoder)
-        self._buckets = setup.buckets(num_steps)
+        buckets = setup.buckets(num_steps)
         supply = supplier.supply
         programs = Programs(
-            steps={bucket: supply(bucket) for bucket in self._buckets},
+            buckets=buckets,
+            steps={bucket: supply(bucket) for bucket in buckets},
             samplers={},  # a card's programs have theirs inside
             score=None,
             make_state=supply(STATE),
@@ -114,18 +115,8 @@ class RecordedEngine:
 
     def _runner(self, state: DeviceState) -> Runner:
         plan = self._plan
-        return Runner(
-            plan.config,
-            plan.model_config,
-            self._leaves,
-            self._programs,
-            self._buckets,
-            num_pages=plan.num_pages,
-            kv_dtype=plan.kv_dtype,
-            page_bytes=plan.page_bytes,
-            state=state,
-            counter=CompileCounter(),
-        )
+        programs, counter = self._programs, CompileCounter()
+        return Runner(plan.model_config, plan.memory, self._leaves, programs, state, counter)
 
 
 def answers_of(engine: Engine, schedule: Schedule) -> dict[tuple[str, int], list[int]]:

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxserve.execution.batch import StepBatch, unpack
+from jaxserve.execution.batch import StepBatch, slot_mapping, unpack
 from jaxserve.execution.buckets import Bucket
 from jaxserve.execution.sampler_state import SamplerState
 from jaxserve.execution.sampling import sample
-from jaxserve.execution.step import slot_mapping
 from jaxserve.models import Decoder
 from jaxserve.models.paged import PagedStep
 from jaxserve.models.placed_weight import with_implementation, with_num_rows

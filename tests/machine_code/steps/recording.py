@@ -53,6 +53,7 @@ class Recorder:
     def watch(self, programs: Programs) -> Programs:
         """Return the same programs, recorded."""
         return Programs(
+            buckets=programs.buckets,
             steps={
                 bucket: self._step(str(bucket), step) for bucket, step in programs.steps.items()
             },

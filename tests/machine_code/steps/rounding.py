@@ -21,7 +21,7 @@ from flax import nnx
 
 from jaxserve.execution.batch import unpack
 from jaxserve.execution.buckets import Bucket
-from jaxserve.execution.state import StepOutput, make_state
+from jaxserve.execution.state import StepOutput, make_state, memory_kinds
 from jaxserve.execution.step import model_step
 from jaxserve.models import abstract_model
 from scripts.lib.paths import RESULTS
@@ -51,8 +51,10 @@ class Float32Twin:
         _, self._treedef = jax.tree.flatten(state)
         narrow = jax.tree.leaves(nnx.split(decoder)[1])
         self._leaves = [jnp.asarray(np.asarray(leaf).astype(np.float32)) for leaf in narrow]
-        block_size = setup.config().block_size
-        self.state = make_state(config, setup.num_pages, block_size, setup.num_slots, jnp.float32)
+        page_size = setup.config().block_size
+        counts = setup.num_slots, setup.num_pages
+        memory = memory_kinds(config, page_size, jnp.float32, *counts)
+        self.state = make_state(config, memory, -(-setup.max_len // page_size))
         self._steps: dict[Bucket, Any] = {}
 
     def run(self, call: Call, bucket: Bucket) -> StepOutput:

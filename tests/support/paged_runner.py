@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.models import Decoder, PagedStep
-from scripts.lib.fast_compile import FAST
+from tests.support.fast_compile import FAST
 
 
 @dataclass
