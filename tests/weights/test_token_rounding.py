@@ -86,7 +86,7 @@ def test_inputs_of_experts_are_rounded(tmp_path):
         mlp = load(folder, np.float64, panels=True).layers[0].mlp
         assert isinstance(mlp.gate_up[...], TokenRounded)
         weights, experts = jnp.ones((6, 1)), jnp.array(chosen, jnp.int32)[:, None]
-        got, _ = mlp._experts(jnp.asarray(x), weights, experts, jnp.ones(6, bool), "xla")
+        got = mlp._experts(jnp.asarray(x), weights, experts, jnp.ones(6, bool), "xla")
     for row, expert in enumerate(chosen):
         prefix = f"model.layers.0.mlp.experts.{expert}."
         gate, up, down = (
