@@ -448,32 +448,21 @@ class BeamSearchParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to continue, already checked against the engine's limits.
+    """One prompt to continue, already checked against the engine's limits."""
 
-    Args:
-        request_id: name that the caller has chosen.
-        prompt_token_ids: int32[prompt length], read-only.
-        sampling: settings, which several requests may share.
-        seed: the final seed. Requests with equal seeds draw equal random numbers.
-        stop_token_ids: all token ids that end a completion, those of the model included.
-        max_length: largest number of tokens of prompt and output together.
-        priority: under the priority policy, requests with lower values run first.
-        arrival_time: seconds of `time.monotonic`.
-        cache_salt: the request shares cached pages only with requests of an equal salt.
-        bad_words_token_ids: token sequences of `sampling.bad_words`. The last token of a sequence
-            is excluded after the tokens before it.
-        constraint: initial state of the grammar of `sampling.structured_outputs`, which each
-            completion copies, or None.
-    """
-
-    request_id: str
-    prompt_token_ids: Any
-    sampling: SamplingParams
-    seed: int
+    request_id: str  # name that the caller has chosen
+    prompt_token_ids: Any  # int32[prompt length], read-only
+    sampling: SamplingParams  # settings, which several requests may share
+    seed: int  # the final seed. Requests with equal seeds draw equal random numbers.
+    # All token ids that end a completion, those of the model included.
     stop_token_ids: tuple[int, ...]
-    max_length: int
-    priority: int = 0
-    arrival_time: float = 0.0
-    cache_salt: str = ""
+    max_length: int  # largest number of tokens of prompt and output together
+    priority: int = 0  # under the priority policy, requests with lower values run first
+    arrival_time: float = 0.0  # seconds of `time.monotonic`
+    cache_salt: str = ""  # the request shares cached pages only with requests of an equal salt
+    # Token sequences of `sampling.bad_words`. The last token of a sequence is excluded after the
+    # tokens before it.
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    # Initial state of the grammar of `sampling.structured_outputs`, which each completion copies,
+    # or None.
     constraint: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import json
@@ -10,22 +11,23 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import jaxserve
 from jaxserve import EngineConfig, SamplingParams
+from jaxserve.commands.argument_types import integer_from_0, number_in, positive_integer
 from jaxserve.commands.cli import main, make_parser
 from jaxserve.commands.generate import SAMPLING_FIELDS
 from jaxserve.commands.options import ENGINE_FIELDS, field_help
 from jaxserve.commands.parser import with_options
-from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.environment import check_devices
-from jaxserve.text.generation_config import recommends_sampling
+from jaxserve.text.generation_config import CHAT_SAMPLING, chat_sampling, recommends_sampling
 from tests.support.checkpoint import save_checkpoint
 from tests.support.kept_programs import users_environment
 from tests.support.quick_code import quick_programs
@@ -92,10 +94,13 @@ def test_prompts_go_through_the_chat_template(checkpoint: str) -> None:
     assert first["finished"] and first["error"] is None
 
 
-def test_raw_text_several_choices_and_plain_output(checkpoint: str) -> None:
+def test_raw_text_several_choices_and_plain_output(
+    checkpoint: str, capsys: pytest.CaptureFixture
+) -> None:
     asked = "--no-chat --n 2 --seed 5 --max-tokens 6 --ignore-eos --model".split()
-    code, out, err = run("generate", *asked, checkpoint, *SMALL, "[bold]say[/bold]")
-    assert (code, err) == (0, loading(checkpoint))
+    assert main(["generate", *asked, checkpoint, *SMALL, "[bold]say[/bold]"]) == 0
+    out, err = capsys.readouterr()
+    assert err == loading(checkpoint)
     assert out.startswith("> [bold]say[/bold]\n1: ")
     assert "\n2: " in out and "\x1b" not in out
 
@@ -282,6 +287,34 @@ def test_options_become_values_of_the_fields_types() -> None:
     given = {name: arguments[name] for name in SAMPLING_FIELDS if name in arguments}
     assert SamplingParams(**given) == SamplingParams(stop=["a", "b"], top_p=0.5, max_tokens=7)
     assert arguments["chat"] is False and arguments["prompts"] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("parse", "least"),
+    [(positive_integer, 1), (integer_from_0, 0), (partial(positive_integer, least=7), 7)],
+    ids=["from 1", "from 0", "from 7"],
+)
+def test_integers_have_a_least_value(parse: Callable[[str], int], least: int) -> None:
+    assert [parse(str(least)), parse(f"{least + 1}")] == [least, least + 1]
+    for text in (str(least - 1), "-3", "1.5", ""):
+        message = f"^{text!r} must be an integer of at least {least}$"
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
+            parse(text)
+    assert positive_integer("9", most=9) == 9
+    with pytest.raises(argparse.ArgumentTypeError, match=r"at most 9$"):
+        positive_integer("10", most=9)
+
+
+@pytest.mark.parametrize(
+    ("below", "outside"), [(False, ["-0.1", "2.1", "nan", "x"]), (True, ["-0.1", "2", "nan"])]
+)
+def test_numbers_have_a_least_and_a_largest_value(below: bool, outside: list[str]) -> None:
+    parse = number_in(0, 2, below)
+    assert (parse("0"), parse("1.5")) == (0, 1.5)
+    for text in outside:
+        with pytest.raises(argparse.ArgumentTypeError, match="must be a number from 0 "):
+            parse(text)
+    assert below or parse("2") == 2
 
 
 @pytest.mark.parametrize(

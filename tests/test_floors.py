@@ -62,7 +62,7 @@ HOMES = {
     "h11": ("jaxserve.server.http",),
     "msgspec": (
         *("jaxserve.server", "jaxserve.commands.batch_file", "jaxserve.commands.terminal"),
-        *("jaxserve.commands.bench", "jaxserve.engine.event_publisher"),
+        *("jaxserve.commands.bench", "jaxserve.engine.kv_events"),
         # Only where it is installed: the engine runs without the server's libraries.
         "jaxserve.text.tokenizer_parts",
     ),

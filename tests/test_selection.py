@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,14 +42,25 @@ SOURCES = {
     "scripts/bench/load.py": "import jaxserve.errors",
     "scripts/bench/page.py": "from .load import run",
     "tests/conftest.py": "",
+    "tests/clients/test_deploy.py": "DEPLOY = ROOT / 'scripts/deploy'",
     "tests/engine/conftest.py": "from jaxserve import LLM",
     "tests/engine/test_llm.py": "",
     "tests/server/test_serve.py": "command = [python, '-m', 'jaxserve', 'serve']",
     "tests/scripts/test_page.py": "from scripts.bench.page import run",
     "tests/test_bootstrap.py": "TEXT = (ROOT / 'scripts/bench/start').read_text()",
+    "tests/support/exact.py": "EXACT = ('tests/engine/test_llm.py',)",
+    "tests/test_exact.py": "from tests.support.exact import EXACT",
 }
 GRAPH = Graph(
-    SOURCES, frozenset({"README.md", "scripts/bench/start", "jaxserve/server/page/look.css"})
+    SOURCES,
+    frozenset(
+        {
+            "README.md",
+            "jaxserve/server/page/look.css",
+            "scripts/bench/start",
+            "scripts/deploy/pod.yaml",
+        }
+    ),
 )
 
 
@@ -62,6 +74,8 @@ GRAPH = Graph(
         ("scripts/bench/load.py", ["scripts/test_page.py"]),  # by a relative import
         ("scripts/bench/start", ["scripts/test_page.py", "test_bootstrap.py"]),  # by its path
         ("jaxserve/server/page/look.css", ["server/test_serve.py"]),  # data of the modules above it
+        ("scripts/deploy/pod.yaml", ["clients/test_deploy.py"]),  # by its folder
+        ("tests/engine/test_llm.py", ["engine/test_llm.py"]),  # and not lists of tests
         ("jaxserve/server/gone.py", ["server/test_serve.py"]),
         ("README.md", []),
     ],
@@ -144,16 +158,59 @@ def test_a_weekly_test_runs_when_its_subject_changed() -> None:
     assert by["jaxserve/errors.py"] == "tests of scripts: unchanged"
     assert Selection(GRAPH, frozenset()).reason("tests/engine/test_llm.py", None) is None
     assert Selection(GRAPH, None).reason(path, subject) is None
+    assert Selection(GRAPH, frozenset(["pyproject.toml"])).reason(path, subject) is None
 
 
 def test_the_subjects_of_weekly_tests_are_in_the_tree(graph: Graph) -> None:
     paths = [*graph.sources, *graph.others]
-    subjects = [*weekly.BY_NAME.values(), weekly.RAY, weekly.REAL]
+    subjects = [*weekly.BY_NAME.values(), *weekly.FURTHER.values(), weekly.RAY]
     for start in {start for subject in subjects for start in subject.of}:
         assert any(path.startswith(start) for path in paths), start
-    files = [*weekly.BY_NAME, *weekly.KEPT_REAL, *sum(weekly.NEEDS.values(), ())]
+    files = [*weekly.BY_NAME, *weekly.FURTHER, *weekly.KEPT, *sum(weekly.NEEDS.values(), ())]
     for start in files:
-        assert any(path.startswith(start) for path in graph.tests), start
+        path, _, test = start.partition("::")
+        found = [name for name in graph.tests if name.startswith(path)]
+        assert found, start
+        assert f"def {test.split('[')[0]}" in graph.sources[found[0]], start
+
+
+def test_weekly_tests_depend_on_their_subjects(graph: Graph) -> None:
+    """A test that reaches no code of its subject would run after no change of the subject."""
+    for start, subject in (weekly.BY_NAME | weekly.FURTHER).items():
+        code = tuple(path for path in subject.of if not path.startswith("tests/"))
+        reached = [
+            graph.reached(path) for path in graph.tests if path.startswith(start.partition("::")[0])
+        ]
+        assert any(path.startswith(code) for paths in reached for path in paths), start
+
+
+class Item:
+    """The parts of a test that decide whether it is weekly."""
+
+    def __init__(self, nodeid: str) -> None:
+        self.nodeid = nodeid
+
+    def get_closest_marker(self, _: str) -> None:
+        return None
+
+
+def test_every_run_has_the_first_case_of_a_test_and_all_that_are_kept() -> None:
+    is_weekly = {
+        "tests/kernels/test_gated.py::test_a[1]": False,
+        "tests/kernels/test_gated.py::test_a[2]": True,
+        "tests/kernels/test_gated.py::test_b[2]": False,
+        "tests/kernels/test_gated.py::test_misuse_is_refused[1]": False,
+        "tests/kernels/test_gated.py::test_misuse_is_refused[2]": False,
+        "tests/weights/test_bad_gguf.py::test_c[1]": False,
+        "tests/weights/test_bad_gguf.py::test_c[2]": False,
+        "tests/page/test_page.py::test_a_question_is_answered_with_its_figures": False,
+        "tests/page/test_page.py::test_on_a_phone": True,
+        "tests/engine/test_llm.py::test_d[1]": False,
+        "tests/engine/test_llm.py::test_d[2]": False,
+    }
+    items: Any = [Item(nodeid) for nodeid in is_weekly]
+    subjects = weekly.subjects(items)
+    assert {item.nodeid: item in subjects for item in items} == is_weekly
 
 
 def test_every_case_has_the_file_of_its_family() -> None:
@@ -215,7 +272,7 @@ def test_without_git_or_a_commit_all_tests_are_selected(tmp_path: Path) -> None:
 
 def test_all_processes_of_a_run_have_the_selection() -> None:
     """Processes of pytest-xdist read the command line alone, and get the rest from the first."""
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider"]
     case = "tests/test_pages.py::test_a_true_tree_passes"
     environment = {name: text for name, text in os.environ.items() if "XDIST" not in name}
     result = subprocess.run(

@@ -15,14 +15,7 @@ from jaxserve.commands.server import load_models
 from jaxserve.commands.start_output import StartOutput
 from jaxserve.server.api.batch_service import InnerClient
 from jaxserve.server.http.app import App
-from jaxserve.server.kept.batch_lines import (
-    LINE_FACTOR,
-    BadLine,
-    BatchError,
-    lines,
-    output_of,
-    read_line,
-)
+from jaxserve.server.kept import batch_lines
 from jaxserve.server.served.models import NO_LIMIT, NO_SECONDS
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
@@ -44,17 +37,7 @@ def batch_config(**settings: Any) -> ServerConfig:
 
 
 class FileRun:
-    """The answering of a batch file, which writes each answer when it is complete.
-
-    Args:
-        client: sends requests to the application.
-        sink: file for the answers.
-        at_once: number of lines in progress at once.
-
-    Attributes:
-        num_done: number of answered lines, failed ones included.
-        num_failed: number of lines whose request failed.
-    """
+    """The answering of a batch file, which writes each answer when it is complete."""
 
     def __init__(self, client: InnerClient, sink: BinaryIO, at_once: int) -> None:
         self._client = client
@@ -62,7 +45,7 @@ class FileRun:
         self._places = asyncio.Semaphore(at_once)
         self._seen: set[str] = set()
         self._bar = tqdm(unit=" lines", disable=None)
-        self.num_done = self.num_failed = 0
+        self.num_done = self.num_failed = 0  # lines with an answer, and those whose request failed
 
     async def run(self, texts: Iterator[tuple[int, bytes | None]]) -> None:
         """Answer all lines. A thread reads them, because a pipe may deliver them late."""
@@ -75,15 +58,19 @@ class FileRun:
     async def _process(self, number: int, text: bytes | None) -> None:
         try:
             try:
-                line = read_line(text)
+                line = batch_lines.read_line(text)
                 if line.custom_id in self._seen:
-                    raise BadLine(
+                    raise batch_lines.BadLine(
                         "duplicate_custom_id", "an earlier line has this custom_id", line.custom_id
                     )
                 self._seen.add(line.custom_id)
-                output = output_of(line.custom_id, await self._client.answer(line), None)
-            except BadLine as bad:
-                output = output_of(bad.custom_id, None, BatchError(bad.code, str(bad), number))
+                output = batch_lines.output_of(
+                    line.custom_id, await self._client.answer(line), None
+                )
+            except batch_lines.BadLine as bad:
+                output = batch_lines.output_of(
+                    bad.custom_id, None, batch_lines.BatchError(bad.code, str(bad), number)
+                )
         finally:
             self._places.release()
         self.num_done += 1
@@ -119,5 +106,5 @@ def run_batch(specs: Iterable[ModelSpec], config: ServerConfig, source: Path, si
 async def _run(app: App, file: BinaryIO, out: BinaryIO) -> FileRun:
     slots = sum(model.admission.num_slots for model in app.models.all)
     batch = FileRun(InnerClient(app.asgi, app.config, False), out, LINES_A_SLOT * slots)
-    await batch.run(lines(file, LINE_FACTOR * app.config.max_body_bytes))
+    await batch.run(batch_lines.lines(file, batch_lines.LINE_FACTOR * app.config.max_body_bytes))
     return batch

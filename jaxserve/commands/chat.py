@@ -20,7 +20,6 @@ def add_chat(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     for name, (text, metavar, quick) in about.items():
         parser = add_parser(
             name,
-            allow_abbrev=False,
             help=text,
             description=f"{text.capitalize()}, a line at a time. Ctrl-C stops an answer, Ctrl-D "
             "ends. Any server with OpenAI's API will do.",

@@ -9,7 +9,10 @@ imports JAX only after the arguments have been parsed.
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
+from typing import Any
 
 import jaxserve
 from jaxserve.commands.bench.command import add_bench
@@ -23,7 +26,6 @@ from jaxserve.commands.parser import CommandParser, unknown_variables, with_opti
 from jaxserve.commands.plan import add_plan
 from jaxserve.commands.run_batch import add_run_batch
 from jaxserve.commands.serve import add_serve
-from jaxserve.commands.standard_streams import drop_output, settle_streams
 from jaxserve.errors import JaxserveError
 from jaxserve.settings.environment import prepare_process
 from jaxserve.settings.installation import install_command
@@ -32,7 +34,9 @@ from jaxserve.start.interrupts import INTERRUPTED
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. It sets `run` to the function of the selected command."""
-    parser = CommandParser(prog="jaxserve", description="An LLM inference engine in JAX.")
+    parser = CommandParser(
+        prog="jaxserve", description="An LLM inference engine in JAX.", allow_abbrev=True
+    )
     parser.add_argument("--version", action="version", version=f"jaxserve {jaxserve.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add_generate(commands.add_parser)
@@ -97,3 +101,45 @@ def _run(argv: list[str] | None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+class DroppingFile(io.FileIO):
+    """A file that discards bytes if a write fails."""
+
+    def write(self, data: Any, /) -> int:
+        """Write `data` and return its size, even if the write fails or a pipe is full."""
+        size = memoryview(data).nbytes
+        try:
+            written = super().write(data)
+        except OSError:
+            return size
+        return size if written is None else written
+
+
+def settle_streams() -> None:
+    """Open closed standard streams, and make standard error discard output that it cannot write.
+
+    Otherwise the next opened file would get the descriptor of a closed stream, and libraries write
+    to descriptor 2. Reports of progress must not end a command. Replaced streams are not changed.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes this number, the lowest free one
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    if sys.stderr is None or sys.stderr is sys.__stderr__:
+        raw = DroppingFile(2, "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(raw), errors="backslashreplace", line_buffering=True
+        )
+
+
+def drop_output() -> None:
+    """Point standard output to the null device, so that flushing it cannot fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

@@ -16,7 +16,6 @@ def add_collect_env(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve collect-env`."""
     parser = add_parser(
         "collect-env",
-        allow_abbrev=False,
         help="say what a report of a fault needs: versions, device, limits",
         description="Print versions, device, driver, cores, memory, limits of control groups, and "
         "where programs are kept. Opens no card, and prints no secret.",

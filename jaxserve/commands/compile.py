@@ -9,13 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from jaxserve.commands.options import (
-    CommandError,
-    add_engine,
-    add_fields,
-    engine_settings,
-    given,
-)
+from jaxserve.commands import options
 from jaxserve.commands.start_output import StartOutput
 from jaxserve.server.served.specs import check_models, plan_models
 from jaxserve.server.settings import ServerConfig
@@ -29,7 +23,6 @@ def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve compile`."""
     parser = add_parser(
         "compile",
-        allow_abbrev=False,
         help="build what a start needs ahead of time",
         description="Compile every program that `jaxserve serve` with the same models and engine "
         "options runs, and keep them in the compilation cache. They hold for this machine's kind "
@@ -49,8 +42,8 @@ def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "--tensor-parallel-size says; one model is compiled for it from its configuration alone; "
         "needs JAX's plugin for CUDA",
     )
-    add_fields(parser.add_argument_group("server"), ServerConfig, ["model_weights"])
-    add_engine(parser, "For each model.", ["seed"], OWN)
+    options.add_fields(parser.add_argument_group("server"), ServerConfig, ["model_weights"])
+    options.add_engine(parser, "For each model.", ["seed"], OWN)
     parser.set_defaults(run=compile_programs)
 
 
@@ -59,16 +52,13 @@ def compile_programs(arguments: argparse.Namespace) -> int:
 
     Returns:
         0, or 1 if the compilation cache has no folder.
-
-    Raises:
-        CommandError: a setting is wrong, or a model cannot be loaded.
     """
     if arguments.device is not None:
         return _compile_for_card(arguments)
     loaded, output = [], StartOutput(sys.stderr)
     try:
-        server = ServerConfig(**given(arguments, ["model_weights"]))
-        specs = plan_models(arguments.models, engine_settings(arguments), server)
+        server = ServerConfig(**options.given(arguments, ["model_weights"]))
+        specs = plan_models(arguments.models, options.engine_settings(arguments), server)
         check_models(specs)
         check_devices(specs[0].config)
         load = importlib.import_module("jaxserve.start.start").load  # brings JAX with it
@@ -79,7 +69,7 @@ def compile_programs(arguments: argparse.Namespace) -> int:
             loaded.append(load(config, output.progress))
             print(f"{spec.names[0]}: {loaded[-1].start}")
     except (ValueError, OSError) as error:
-        raise CommandError(str(error)) from error
+        raise options.CommandError(str(error)) from error
     finally:
         for parts in loaded:
             parts.runner.close()
@@ -88,21 +78,16 @@ def compile_programs(arguments: argparse.Namespace) -> int:
 
 
 def _compile_for_card(arguments: argparse.Namespace) -> int:
-    """Compile the programs of one model for the card of --device, which may be absent.
-
-    Returns:
-        0, or 1 if the compilation cache has no folder.
-
-    Raises:
-        CommandError: the card, the model or JAX's plugin is missing, or a setting is wrong.
-    """
+    """As `compile_programs`, for one model and the card of --device, which may be absent."""
     output = StartOutput(sys.stderr)
     try:
-        specs = plan_models(arguments.models, engine_settings(arguments), ServerConfig())
+        specs = plan_models(arguments.models, options.engine_settings(arguments), ServerConfig())
         check_models(specs)
         check_devices(specs[0].config)
         if len(specs) > 1:
-            raise CommandError("device: programs for a card are compiled for one model at a time")
+            raise options.CommandError(
+                "device: programs for a card are compiled for one model at a time"
+            )
         prepare_process(for_gpu=True, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
         compile_for_card = importlib.import_module(
             "jaxserve.start.absent_device"  # brings JAX with it
@@ -110,6 +95,6 @@ def _compile_for_card(arguments: argparse.Namespace) -> int:
         on_program = partial(output.progress, "compile")
         report = compile_for_card(specs[0].config, arguments.device, on_program)
     except (ValueError, OSError) as error:
-        raise CommandError(str(error)) from error
+        raise options.CommandError(str(error)) from error
     print(f"{specs[0].names[0]}: {report}")
     return 0 if report.store.folder is not None else 1

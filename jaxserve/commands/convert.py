@@ -19,7 +19,6 @@ def add_convert(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve convert`."""
     parser = add_parser(
         "convert",
-        allow_abbrev=False,
         help="write a checkpoint that loads without work",
         description="Read a checkpoint and write its weights as they will be placed, with all that "
         "serving needs, as an Orbax checkpoint. It is read back and compared bit for bit, and the "
@@ -32,11 +31,7 @@ def add_convert(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve convert`.
-
-    Raises:
-        CommandError: the source cannot be read, or the target cannot be written.
-    """
+    """Run `jaxserve convert`."""
     if os.path.lexists(arguments.target):
         raise CommandError(f"DST: {arguments.target} exists already; name a new folder")
     module = importlib.import_module("jaxserve.start.conversion")  # imports JAX

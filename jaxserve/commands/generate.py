@@ -15,17 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import jaxserve
-from jaxserve.commands.options import (
-    DEFAULT_MAX_TOKENS,
-    MODEL_HELP,
-    CommandError,
-    add_engine,
-    add_fields,
-    add_sources,
-    engine_settings,
-    given,
-)
-from jaxserve.engine.chat_sampling import CHAT_SAMPLING, chat_sampling
+from jaxserve.commands import options
 from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import SamplingParams
@@ -33,6 +23,7 @@ from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.environment import check_devices
 from jaxserve.settings.model_name import check_model
 from jaxserve.text import HOW_TO_GIVE
+from jaxserve.text.generation_config import CHAT_SAMPLING, chat_sampling
 
 TEMPLATES = "jaxserve.text.template"  # imports Jinja
 # Options that vLLM's server has, too.
@@ -47,7 +38,6 @@ def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve generate`."""
     parser = add_parser(
         "generate",
-        allow_abbrev=False,
         help="answer prompts and print the answers",
         description="Answer prompts, all of them in one batch, and print the answers in order. "
         "Where the model has a chat template, each prompt is sent as one user message; "
@@ -60,7 +50,7 @@ def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="a prompt; - reads one from standard input. With --skip-tokenizer-init, token ids "
         "like 1,2,3",
     )
-    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--model", metavar="MODEL", help=options.MODEL_HELP)
     parser.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -75,11 +65,11 @@ def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     sampling = parser.add_argument_group(
         "sampling",
         "Defaults are what the checkpoint recommends; where it recommends nothing, "
-        f"{spell(CHAT_SAMPLING)}. {DEFAULT_MAX_TOKENS} tokens.",
+        f"{spell(CHAT_SAMPLING)}. {options.DEFAULT_MAX_TOKENS} tokens.",
     )
-    add_fields(sampling, SamplingParams, SAMPLING_FIELDS, skip_default=True)
-    add_engine(parser, excluded=OWN)
-    add_sources(parser, ["model"])
+    options.add_fields(sampling, SamplingParams, SAMPLING_FIELDS, skip_default=True)
+    options.add_engine(parser, excluded=OWN)
+    options.add_sources(parser, ["model"])
     parser.set_defaults(run=generate)
 
 
@@ -91,9 +81,11 @@ def generate(arguments: argparse.Namespace) -> int:
         InvalidRequest: a setting is out of range.
     """
     prompts = [sys.stdin.read() if text == "-" else text for text in arguments.prompts]
-    chosen: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS} | given(arguments, SAMPLING_FIELDS)
+    chosen: dict[str, Any] = {"max_tokens": options.DEFAULT_MAX_TOKENS} | options.given(
+        arguments, SAMPLING_FIELDS
+    )
     SamplingParams(**chosen)  # refuses a bad value before the model is loaded
-    settings = engine_settings(arguments)
+    settings = options.engine_settings(arguments)
     check_model(arguments.model)
     check_devices(EngineConfig(**settings))
     template = arguments.chat_template
@@ -127,7 +119,7 @@ def _open(model: str | None, settings: dict[str, Any]) -> jaxserve.LLM:
     try:
         return jaxserve.LLM(model, **settings)
     except (ValueError, OSError) as error:  # wrong settings or files
-        raise CommandError(str(error)) from error
+        raise options.CommandError(str(error)) from error
 
 
 def spell(sampling: Mapping[str, float]) -> str:
@@ -153,7 +145,7 @@ def _token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in re.split(r"[,\s]+", text.strip())]
     except ValueError:
-        raise CommandError(
+        raise options.CommandError(
             f"{text!r} is not token ids like 1,2,3, and --skip-tokenizer-init takes nothing else"
         ) from None
 

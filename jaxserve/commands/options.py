@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Container, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxserve.commands.argument_types import json_object
 from jaxserve.errors import InvalidRequest
@@ -44,15 +44,8 @@ ENGINE_FIELDS = [
 ]
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports a bad argument in one line, without the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
 class CommandError(Exception):
-    """An error that the user can correct. Only its message is shown."""
+    """An error that the user can correct. All commands raise it. Only its message is shown."""
 
 
 def field_help(cls: type) -> dict[str, str]:
@@ -216,7 +209,6 @@ def add_engine(
     vLLM's other options are declared, and refused, when a command line has an unknown option.
 
     Args:
-        parser: of the command.
         about: description of the group of options.
         more: further fields of EngineConfig, such as "seed".
         excluded: options that the command declares itself.

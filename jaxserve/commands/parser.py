@@ -16,12 +16,23 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from jaxserve.commands.options import CommandError, Entries, OneLineParser, Switch, declare_unserved
+from jaxserve.commands.options import BAD_INPUT, CommandError, Entries, Switch, declare_unserved
 from jaxserve.fleet.options import FleetConfig
 from jaxserve.request import SamplingParams
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.environment import VARIABLE_PREFIX, environment_settings
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser without abbreviations. It reports a bad argument in one line, without the usage."""
+
+    def __init__(self, *words: Any, allow_abbrev: bool = False, **named: Any) -> None:
+        super().__init__(*words, allow_abbrev=allow_abbrev, **named)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
 
 MAX_FILE_BYTES = 1 << 20
 # Options that most users need. `--help` of a command with many options shows them first.
@@ -37,17 +48,11 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class Setting(NamedTuple):
-    """A setting from the environment or a file.
+    """A setting from the environment or a file."""
 
-    Attributes:
-        origin: name of the variable, or file and line.
-        name: name of the option, with underscores.
-        value: text from the environment, or any value of YAML from a file.
-    """
-
-    origin: str
-    name: str
-    value: Any
+    origin: str  # name of the variable, or file and line
+    name: str  # name of the option, with underscores
+    value: Any  # text from the environment, or any value of YAML from a file
 
     @property
     def is_variable(self) -> bool:
@@ -87,7 +92,6 @@ class CommandParser(OneLineParser):
         return "--config" not in flags and all(f in self._option_string_actions for f in flags)
 
     def _given(self, words: list[str]) -> set[str]:
-        """Return the names that `words` set, without defaults."""
         defaults = {action: action.default for action in self._actions}
         try:
             for action in defaults:
@@ -262,7 +266,7 @@ def read_file(path: str) -> Iterator[Setting]:
 
 
 def _read(setting: Setting, action: argparse.Action) -> Any:
-    single = _SingleOption(prog=setting.origin, add_help=False, allow_abbrev=False)
+    single = _SingleOption(prog=setting.origin, add_help=False)
     single._add_action(action)
     words = _words(setting, action)
     return getattr(single.parse_args(words), action.dest, None)

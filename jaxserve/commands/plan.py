@@ -13,13 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxserve.commands.options import (
-    ENGINE_FIELDS,
-    MODEL_HELP,
-    CommandError,
-    add_fields,
-    given,
-)
+from jaxserve.commands import options
 from jaxserve.settings.config import EngineConfig
 
 GIB = 2**30
@@ -31,14 +25,13 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve plan`."""
     parser = add_parser(
         "plan",
-        allow_abbrev=False,
         help="say what fits into a device's memory",
         description="Compute what a start would take of a device's memory and what it would hold, "
         "in each form of the weights; of a model divided over devices (--tensor-parallel-size), "
         "that of each. No weight is read; of a model on the hub only the configuration is fetched. "
         "Weights and cache are exact, temporaries an estimate, times predictions from data sheets.",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=options.MODEL_HELP)
     parser.add_argument(
         "--device",
         metavar="NAME",
@@ -46,25 +39,20 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "machine's, with what is free now)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_fields(parser.add_argument_group("engine"), EngineConfig, ENGINE_FIELDS)
+    options.add_fields(parser.add_argument_group("engine"), EngineConfig, options.ENGINE_FIELDS)
     parser.set_defaults(run=plan)
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve plan`: print the plans, and return the exit status.
-
-    Returns:
-        0, or 1 if the model does not fit in the requested form.
-
-    Raises:
-        CommandError: the model or card is unknown, or a setting is wrong.
-    """
+    """Run `jaxserve plan`: print the plans. Return 1 if the model does not fit as requested."""
     planning = importlib.import_module("jaxserve.start.plan.make_plan")  # imports JAX
     try:
-        config = EngineConfig(model=arguments.model, **given(arguments, ENGINE_FIELDS))
+        config = EngineConfig(
+            model=arguments.model, **options.given(arguments, options.ENGINE_FIELDS)
+        )
         model_plan = planning.plan_model(config, arguments.device)
     except (ValueError, OSError) as error:
-        raise CommandError(str(error)) from error
+        raise options.CommandError(str(error)) from error
     if arguments.json:
         print(json.dumps(_record(model_plan)))
     else:

@@ -9,15 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxserve.commands.options import (
-    MODEL_HELP,
-    CommandError,
-    add_engine,
-    add_fields,
-    add_sources,
-    engine_settings,
-    given,
-)
+from jaxserve.commands import options
 from jaxserve.server.served.specs import plan_models
 from jaxserve.server.settings import ServerConfig
 
@@ -33,7 +25,6 @@ def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve run-batch`."""
     parser = add_parser(
         "run-batch",
-        allow_abbrev=False,
         help="answer a batch file of OpenAI's form",
         description="Answer a JSONL file of OpenAI's batch form with a model in this process. "
         "Answers are written as they come; custom_id says which is which. A bad line gets an "
@@ -41,51 +32,45 @@ def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("-i", "--input-file", required=True, type=Path, metavar="FILE")
     parser.add_argument("-o", "--output-file", required=True, type=Path, metavar="FILE")
-    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--model", metavar="MODEL", help=options.MODEL_HELP)
     server = parser.add_argument_group("server")
-    add_fields(server, ServerConfig, SERVER_FIELDS)
-    add_engine(parser, None, ["seed"], SERVER_FIELDS)
-    add_sources(parser, [*SERVER_FIELDS, "model"])
+    options.add_fields(server, ServerConfig, SERVER_FIELDS)
+    options.add_engine(parser, None, ["seed"], SERVER_FIELDS)
+    options.add_sources(parser, [*SERVER_FIELDS, "model"])
     parser.set_defaults(run=run_batch)
 
 
 def run_batch(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve run-batch`. Return 1 if a line failed.
-
-    Raises:
-        CommandError: a file or a setting is wrong, or the model cannot be loaded.
-    """
+    """Run `jaxserve run-batch`. Return 1 if a line failed."""
     source, sink = arguments.input_file, arguments.output_file
     _check_input(source)
     _check_output(sink, source)
     module = importlib.import_module("jaxserve.commands.batch_file")  # imports JAX
     try:
-        config = module.batch_config(**given(arguments, SERVER_FIELDS))
+        config = module.batch_config(**options.given(arguments, SERVER_FIELDS))
         importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
         models = [arguments.model] if arguments.model else []
-        specs = plan_models(models, engine_settings(arguments), config)
+        specs = plan_models(models, options.engine_settings(arguments), config)
         return module.run_batch(specs, config, source, sink)
     except (ValueError, OSError) as error:
-        raise CommandError(str(error)) from error
+        raise options.CommandError(str(error)) from error
 
 
 def _check_input(source: Path) -> None:
     # Opening a pipe would affect its writer.
     if not source.exists():
-        raise CommandError(f"--input-file: there is no file {str(source)!r}")
+        raise options.CommandError(f"--input-file: there is no file {str(source)!r}")
     if source.is_dir() or not os.access(source, os.R_OK):
-        raise CommandError(f"--input-file: {str(source)!r} cannot be read; allowed: a file or pipe")
+        raise options.CommandError(
+            f"--input-file: {str(source)!r} cannot be read; allowed: a file or pipe"
+        )
 
 
 def _check_output(sink: Path, source: Path) -> None:
-    """Check that the output can be written, without changing the file.
-
-    Raises:
-        CommandError: the file cannot be written, or it is the input.
-    """
+    """Check that the output can be written, without changing the file."""
     is_there = sink.exists()
     if is_there and source.is_file() and sink.samefile(source):
-        raise CommandError("--output-file: the output would overwrite the input")
+        raise options.CommandError("--output-file: the output would overwrite the input")
     try:
         if is_there and not (sink.is_file() or sink.is_dir()):  # a pipe, or a terminal
             if not os.access(sink, os.W_OK):
@@ -96,4 +81,4 @@ def _check_output(sink: Path, source: Path) -> None:
             sink.unlink()
     except OSError as error:
         message = f"--output-file: {str(sink)!r} cannot be written ({error.strerror})"
-        raise CommandError(message) from error
+        raise options.CommandError(message) from error

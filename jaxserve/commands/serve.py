@@ -6,27 +6,22 @@ import argparse
 import dataclasses
 import importlib
 import shlex
+import signal
 import sys
+import tempfile
 from collections.abc import Callable, Container
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from jaxserve.commands.options import (
-    CommandError,
-    add_engine,
-    add_fields,
-    add_sources,
-    engine_settings,
-    given,
-    refused_names,
-)
+from jaxserve.commands import options
 from jaxserve.commands.start_output import StartOutput, Stop
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.options import FleetConfig, check_cluster, check_gang, check_server
-from jaxserve.server.http.listener import bind, bind_path
-from jaxserve.server.http.tls import check_certificates
+from jaxserve.server.http.listener import bind, bind_path, check_certificates
+from jaxserve.server.http.logs import log_json
 from jaxserve.server.served.specs import ModelSpec, check_models, plan_models
-from jaxserve.server.settings import ServerConfig, check_files_dir
+from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.compat import ENGINE, SERVER, served, table
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.environment import check_devices, prepare_process
@@ -55,7 +50,6 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve serve`."""
     parser = add_parser(
         "serve",
-        allow_abbrev=False,
         help="answer OpenAI's HTTP API",
         description="Serve models over HTTP, as the OpenAI client and others like it expect.",
     )
@@ -73,10 +67,10 @@ def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "--verbose", action="store_true", help="report the start at length, with all of its parts"
     )
     server = parser.add_argument_group("server")
-    add_fields(server, ServerConfig, SERVER_FIELDS)
-    add_fields(parser.add_argument_group("replicas"), FleetConfig, FLEET_FIELDS)
-    add_engine(parser, "For each model.", ["seed"], OWN_FIELDS)
-    add_sources(parser, [*OWN_FIELDS, "model"])
+    options.add_fields(server, ServerConfig, SERVER_FIELDS)
+    options.add_fields(parser.add_argument_group("replicas"), FleetConfig, FLEET_FIELDS)
+    options.add_engine(parser, "For each model.", ["seed"], OWN_FIELDS)
+    options.add_sources(parser, [*OWN_FIELDS, "model"])
     parser.set_defaults(run=serve, examine=_refuse_llama_flags, unserved=(ENGINE, SERVER))
 
 
@@ -85,7 +79,7 @@ def _refuse_llama_flags(words: list[str], ours: Container[str]) -> None:
         return
     message = llama_command(words, ours)
     if message is not None:
-        raise CommandError(message)
+        raise options.CommandError(message)
 
 
 @cache
@@ -149,31 +143,28 @@ def _is_value(word: str) -> bool:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve serve`.
-
-    Raises:
-        CommandError: a setting is wrong, a model cannot be loaded, or the port is taken.
-    """
+    """Run `jaxserve serve`."""
     models = arguments.models
     if arguments.model and not models:
         models = [arguments.model]
     elif arguments.model and arguments.origins.get("model") is None:
-        raise CommandError(f"models are {', '.join(models)}, and --model {arguments.model} besides")
+        raise options.CommandError(
+            f"models are {', '.join(models)}, and --model {arguments.model} besides"
+        )
     try:
-        served(given(arguments, refused_names(arguments, SERVER)), (), SERVER)
-        config = ServerConfig(**given(arguments, SERVER_FIELDS))
-        fleet = FleetConfig(**given(arguments, FLEET_FIELDS))
-        specs = plan_models(models, engine_settings(arguments), config)
+        served(options.given(arguments, options.refused_names(arguments, SERVER)), (), SERVER)
+        config = ServerConfig(**options.given(arguments, SERVER_FIELDS))
+        fleet = FleetConfig(**options.given(arguments, FLEET_FIELDS))
+        specs = plan_models(models, options.engine_settings(arguments), config)
         check_models(specs)
         check_certificates(config)
-        check_files_dir(config)
+        _check_files_dir(config)
         importlib.import_module("jaxserve.server.served.chat_template").server_template(config)
         _check_hosts(specs[0].config, config, fleet)
         if not fleet.is_fleet(specs[0].config.nnodes):
             _check_engines(specs)
         if config.headless:
-            module = importlib.import_module("jaxserve.commands.follow")
-            return module.follow(specs[0], arguments.verbose)
+            return _follow(specs[0], arguments.verbose)
         if fleet.is_fleet(specs[0].config.nnodes):
             return _serve_fleet(specs, config, fleet)
         socket = bind(config.host, config.port) if config.uds is None else bind_path(config.uds)
@@ -182,7 +173,7 @@ def serve(arguments: argparse.Namespace) -> int:
                 module = importlib.import_module("jaxserve.commands.server")  # imports JAX
             return module.serve(specs, config, listener, arguments.verbose)
     except (ValueError, OSError) as error:  # wrong settings, files or port
-        raise CommandError(str(error)) from error
+        raise options.CommandError(str(error)) from error
 
 
 def _check_engines(specs: list[ModelSpec]) -> None:
@@ -231,3 +222,34 @@ def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfi
         ) from error
     say = StartOutput(sys.stderr, stop).say
     return cluster.serve_fleet(specs, config, fleet, say, stop.check)
+
+
+def _follow(spec: ModelSpec, is_verbose: bool) -> int:
+    """Run this host's part of an engine until the leader has ended in order. Return 0."""
+    log_json()
+    output = StartOutput(sys.stderr, Stop(), is_verbose)
+    config = spec.config
+    output.say(f"loading {spec.names[0]}: host {config.node_rank} of {config.nnodes}")
+
+    def say_ready() -> None:
+        # Ctrl-C signals the whole process group. The leader finishes its requests first.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        output.say(f"following {config.master_addr}:{config.master_port}")
+
+    following = importlib.import_module("jaxserve.engine.following")  # imports JAX
+    calls = following.follow(config, output.progress, say_ready)
+    output.say(f"the leader has ended, after {calls} calls of programs")
+    return 0
+
+
+def _check_files_dir(config: ServerConfig) -> None:
+    if config.files_dir is None:
+        return
+    folder = Path(config.files_dir).absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = f"files cannot be written to {folder} ({error.strerror})"
+        raise InvalidRequest(f"files_dir: {reason}", "files_dir") from error

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from jaxserve.commands.start_output import StartOutput, Stop, at_length, summary
 from jaxserve.server import page
 from jaxserve.server.http.app import App
+from jaxserve.server.http.listener import make_room
 from jaxserve.server.http.logs import log_json
-from jaxserve.server.http.open_files import make_room
 from jaxserve.server.http.process import Process
 from jaxserve.server.kept.files import FileStore
 from jaxserve.server.served.models import Models
@@ -39,12 +39,6 @@ def serve(
     is_verbose: bool = False,
 ) -> int:
     """Serve until SIGTERM or an interrupt.
-
-    Args:
-        specs: the models to serve.
-        config: the server's settings.
-        listener: from `listener.bind`.
-        is_verbose: report all parts of the start.
 
     Returns:
         The exit status: 0 after an orderly end, 1 if an engine failed.

@@ -44,7 +44,6 @@ class StartOutput:
     """Progress of a start on a stream: a line for each stage, with its seconds.
 
     Args:
-        stream: stream that receives the lines.
         stop: signal handlers whose exception is raised again with each line, or None.
         is_verbose: whether the report is detailed, and totals of bytes replace percentages.
     """

@@ -43,22 +43,16 @@ class Answer:
 class Remote:
     """A server under an OpenAI-compatible URL, as a context manager.
 
-    Args:
-        url: address of the server, with or without `/v1`.
-        model: name of the model. The default is the first one that the server lists.
-        api_key: key for the server, sent as a bearer token.
-        options: fields of every request, such as max_tokens.
-        draws_as_chat: use the sampling settings for chats in the model's card, which servers of
-            jaxserve have.
-
     Raises:
         NoAnswer: on entering the context, if the server does not answer.
     """
 
-    url: str
+    url: str  # address of the server, with or without `/v1`
+    # Name of the model. The default is the first one that the server lists.
     model: str | None = None
-    api_key: str | None = None
+    api_key: str | None = None  # key for the server, sent as a bearer token
     options: dict[str, Any] = field(default_factory=dict)
+    # Use the sampling settings for chats in the model's card, which servers of jaxserve have.
     draws_as_chat: bool = False
 
     def __enter__(self) -> Remote:
@@ -187,11 +181,7 @@ class Terminal:
                 yield line
 
     def show(self, remote: Remote, path: str, body: dict[str, Any]) -> Answer:
-        """Print an answer as it arrives. Ctrl-C cancels it, also at the server.
-
-        Raises:
-            NoAnswer: see `Remote.stream`.
-        """
+        """Print an answer as it arrives. Ctrl-C cancels it, also at the server."""
         answer = Answer()
         parts = remote.stream(path, body, answer)
         is_tty = sys.stdout.isatty()
@@ -219,7 +209,6 @@ def chat(remote: Remote, terminal: Terminal, system: str | None, quick: str | No
     """Run `jaxserve chat`: a conversation, or one message.
 
     Args:
-        remote: the server.
         terminal: source of messages.
         system: first message of the conversation, with role system.
         quick: the only message; None reads messages from the terminal.
@@ -247,11 +236,7 @@ def chat(remote: Remote, terminal: Terminal, system: str | None, quick: str | No
 
 
 def complete(remote: Remote, terminal: Terminal, quick: str | None) -> int:
-    """Run `jaxserve complete`: complete each line separately.
-
-    Returns:
-        The exit status, as `chat`.
-    """
+    """Run `jaxserve complete`: complete each line separately. Return the exit status, as `chat`."""
     try:
         with remote:
             for line in terminal.lines() if quick is None else [quick]:

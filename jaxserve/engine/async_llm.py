@@ -7,20 +7,16 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 from uuid import uuid4
 
 from jaxserve.engine.arguments import EngineArgs
-from jaxserve.engine.delta import Delta
+from jaxserve.engine.delta import Delta, OutputReader
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.logprobs import LogprobReader
-from jaxserve.engine.metric_values import Metric, metric_values
-from jaxserve.engine.metrics import EngineStats, ValueCounts
-from jaxserve.engine.prompts import Prompt, prompt_parts, tokenized
-from jaxserve.engine.request_factory import RequestFactory
-from jaxserve.engine.request_stats import RequestStats
+from jaxserve.engine.metrics import EngineStats, Metric, ValueCounts
+from jaxserve.engine.prompts import Prompt
 from jaxserve.engine.stream import LoopDelivery, Stream
-from jaxserve.engine.thread import NOT_PICKLED, EngineThread
+from jaxserve.engine.thread import EngineOwner
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress
 from jaxserve.outputs import CompletionOutput, RequestOutput
@@ -32,18 +28,16 @@ from jaxserve.start.plan.limits import Limits
 T = TypeVar("T")
 
 
-class AsyncLLM:
+class AsyncLLM(EngineOwner):
     """An engine with streams of outputs.
 
     Methods must be called from the event loop, except `stats_now`, `inspect`, `is_alive` and
-    `standstill`, which any thread can call.
+    `standstill`, which any thread can call. After the engine has ended, methods raise EngineClosed
+    or EngineDead.
 
     Args:
         config: the settings, or a loaded model.
         on_progress: called with the progress of the start.
-
-    Attributes:
-        requests: the factory of requests for `open`. It is thread-safe.
 
     Raises:
         CheckpointError, UnsupportedModel, InvalidRequest: see `start.start.load`.
@@ -52,8 +46,7 @@ class AsyncLLM:
     def __init__(
         self, config: EngineConfig | Loaded, on_progress: OnProgress | None = None
     ) -> None:
-        self._thread = EngineThread(config, on_progress)
-        self.requests: RequestFactory = self._thread.engine.requests
+        super().__init__(config, on_progress)
         # The engine's request ids by the caller's.
         self._internal: dict[str, str] = {}
         self._delivery: LoopDelivery | None = None
@@ -87,18 +80,16 @@ class AsyncLLM:
             InvalidRequest: the request is invalid. It has not been started.
             EngineClosed, EngineDead: the engine has ended.
         """
-        text, body, prompt_salt = prompt_parts(prompt)
-        salt = cache_salt if prompt_salt is None else prompt_salt
         self._thread.check_open()
-        longest = self.limits.max_model_len
-        body = tokenized(body, tokenization_kwargs, self.get_tokenizer(), longest)
-        request = self.requests.make(body, sampling_params, priority=priority, cache_salt=salt)
+        request, text = self._request_of(
+            prompt, sampling_params, priority, cache_salt, tokenization_kwargs
+        )
         # A plain number could collide with an id of the caller.
         name = f"request-{uuid4().hex}" if request_id is None else request_id
         if name in self._internal:
             raise InvalidRequest(f"request_id {name!r} is being served", "request_id")
         prompt_token_ids = request.prompt_token_ids.tolist()
-        logprobs, stats = LogprobReader(request, self.get_tokenizer()), RequestStats(request)
+        reader = OutputReader(request, self.get_tokenizer())
         stream = self.open([request])
         self._internal[name] = request.request_id
         try:
@@ -107,10 +98,9 @@ class AsyncLLM:
                 deltas = await stream.take()
                 finished = stream.is_finished
                 output = RequestOutput(name, text, prompt_token_ids, finished=finished)
-                for delta in deltas:
-                    stats.add(delta)
-                output.metrics = replace(stats.value)
-                yield _merged(output, deltas, logprobs)
+                _merge(output, deltas, reader)
+                output.metrics = replace(reader.stats)
+                yield output
         finally:
             del self._internal[name]
             stream.close()
@@ -149,43 +139,21 @@ class AsyncLLM:
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Clear the prefix cache (see `LLM.reset_prefix_cache`).
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
-        """
+        """Clear the prefix cache (see `LLM.reset_prefix_cache`)."""
         engine = self._thread.engine
         reset = partial(engine.reset_prefix_cache, reset_running_requests)
         return await asyncio.to_thread(self._thread.call, reset)
 
     async def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics with vLLM's names (see `LLM.get_metrics`).
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
-        """
-        engine, name = self._thread.engine, str(self.config.model)
-
-        def read() -> list[Metric]:
-            return metric_values(engine.stats(), engine.step_tokens, name)
-
-        return await asyncio.to_thread(self._thread.call, read)
+        """Return the engine's metrics with vLLM's names (see `LLM.get_metrics`)."""
+        return await asyncio.to_thread(self._metrics)
 
     def abort_waiting(self, request_id: str, error: str) -> None:
-        """Abort an opened request that still waits for its first slot.
-
-        Args:
-            request_id: the id from `requests.make`.
-            error: the error of its last output.
-        """
+        """Abort an opened request that still waits for its first slot."""
         self._thread.abort_waiting(request_id, error)
 
     async def stats(self) -> EngineStats:
-        """Return the engine's statistics between two steps.
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
-        """
+        """Return the engine's statistics between two steps."""
         return await asyncio.to_thread(self._thread.call, self._thread.engine.stats)
 
     async def check(self) -> None:
@@ -193,7 +161,6 @@ class AsyncLLM:
 
         Raises:
             AssertionError: an invariant is broken. The message names it.
-            EngineClosed, EngineDead: the engine has ended.
         """
         await asyncio.to_thread(self._thread.call, self._thread.engine.scheduler.check)
 
@@ -207,16 +174,9 @@ class AsyncLLM:
         return self._thread.engine.stats()
 
     def inspect(self, read: Callable[[Engine], T]) -> T:
-        """Call `read` with the engine between two steps, on the engine's thread.
+        """Return the result of `read` with the engine between two steps, on the engine's thread.
 
-        The call blocks, so it must not be made on an event loop.
-
-        Returns:
-            The result of `read`.
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
-            Exception: an exception of `read`.
+        The call blocks, so it must not be made on an event loop. It raises exceptions of `read`.
         """
         return self._thread.call(lambda: read(self._thread.engine))
 
@@ -262,27 +222,6 @@ class AsyncLLM:
         """The length of an answer in the checkpoint's generation configuration, or None."""
         return self._thread.engine.loaded.max_new_tokens
 
-    @property
-    def recommends_sampling(self) -> bool:
-        """Whether the checkpoint recommends sampling parameters."""
-        return self._thread.engine.loaded.recommends_sampling
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of requests without any, from the checkpoint."""
-        return self._thread.engine.loaded.default_sampling
-
-    def get_tokenizer(self) -> Any:
-        """Return the tokenizer, or None with skip_tokenizer_init."""
-        return self._thread.engine.tokenizer
-
-    def __reduce__(self) -> NoReturn:
-        """Raise TypeError: an engine cannot be pickled."""
-        raise TypeError(NOT_PICKLED.format("AsyncLLM"))
-
-    def close(self) -> None:
-        """Abort all requests and free the device. Idempotent."""
-        self._thread.close()
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -295,20 +234,9 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
 
-def _merged(output: RequestOutput, deltas: list[Delta], logprobs: LogprobReader) -> RequestOutput:
-    """Add the deltas of one request to `output`, with one entry per completion, and return it."""
-
+def _merge(output: RequestOutput, deltas: list[Delta], reader: OutputReader) -> None:
     completions: dict[int, CompletionOutput] = {}
     for delta in deltas:
         completion = completions.setdefault(delta.index, CompletionOutput(delta.index, "", []))
-        completion.text += delta.text
-        completion.token_ids += delta.token_ids
-        logprobs.add(output, completion, delta)
-        output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
-        if delta.finish_reason is not None:
-            completion.finish_reason = str(delta.finish_reason)
-            completion.stop_reason = delta.stop_reason
-            completion.error = delta.error
-            output.error = output.error or delta.error
+        reader.add(output, completion, delta)
     output.outputs = list(completions.values())
-    return output

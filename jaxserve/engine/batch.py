@@ -8,9 +8,7 @@ from collections.abc import Iterable
 
 from tqdm.auto import tqdm
 
-from jaxserve.engine.delta import Delta
-from jaxserve.engine.logprobs import LogprobReader
-from jaxserve.engine.request_stats import RequestStats
+from jaxserve.engine.delta import Delta, OutputReader
 from jaxserve.engine.thread import EngineThread
 from jaxserve.errors import EngineDead
 from jaxserve.outputs import CompletionOutput, RequestOutput
@@ -23,8 +21,6 @@ class RequestBatch:
     """Requests that are served together. The constructor starts them.
 
     Args:
-        thread: the engine's thread.
-        requests: requests from the engine's factory.
         texts: the text of each prompt, or None for token ids.
 
     Raises:
@@ -39,19 +35,18 @@ class RequestBatch:
     ) -> None:
         self._thread = thread
         self._requests = list(requests)
-        self._stats = {request.request_id: RequestStats(request) for request in self._requests}
+        tokenizer = thread.engine.tokenizer
+        self._readers = {r.request_id: OutputReader(r, tokenizer) for r in self._requests}
         self._outputs = {
             request.request_id: RequestOutput(
                 request_id=request.request_id,
                 prompt=text,
                 prompt_token_ids=request.prompt_token_ids.tolist(),
                 outputs=[CompletionOutput(i, "", []) for i in range(request.sampling.n)],
-                metrics=self._stats[request.request_id].value,
+                metrics=self._readers[request.request_id].stats,
             )
             for request, text in zip(self._requests, texts, strict=True)
         }
-        tokenizer = thread.engine.tokenizer
-        self._readers = {r.request_id: LogprobReader(r, tokenizer) for r in self._requests}
         self._inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         self._unfinished = sum(request.sampling.n for request in self._requests)
         try:
@@ -70,9 +65,6 @@ class RequestBatch:
         """Wait until all requests have ended, and return their outputs.
 
         If the wait ends with an exception, such as KeyboardInterrupt, the requests are aborted.
-
-        Args:
-            use_tqdm: whether to show a progress bar.
 
         Raises:
             EngineDead: the engine ended first.
@@ -106,20 +98,11 @@ class RequestBatch:
                     raise EngineDead("the engine ended before it answered") from None
 
     def _take(self, output: RequestOutput, delta: Delta) -> None:
-        completion = output.outputs[delta.index]
-        completion.text += delta.text
-        completion.token_ids += delta.token_ids
-        self._readers[delta.request_id].add(output, completion, delta)
-        self._stats[delta.request_id].add(delta)
-        output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
+        self._readers[delta.request_id].add(output, output.outputs[delta.index], delta)
         if delta.finish_reason is None:
             return
-        completion.finish_reason = str(delta.finish_reason)
-        completion.stop_reason = delta.stop_reason
-        completion.error = delta.error
         if delta.error is not None:
             _log.warning("request %s failed: %s", output.request_id, delta.error)
-        output.error = output.error or delta.error
         output.finished = all(completion.finished() for completion in output.outputs)
         self._unfinished -= 1
 

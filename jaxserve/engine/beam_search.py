@@ -26,8 +26,6 @@ class BeamSearch:
 
     Args:
         request: a request with the prompt, cache salt and priority of all beams.
-        params: the parameters of the search.
-        limits: the limits of the engine.
     """
 
     def __init__(self, request: Request, params: BeamSearchParams, limits: Limits) -> None:

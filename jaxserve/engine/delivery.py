@@ -31,21 +31,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class LiveSequence:
-    """A sequence that is being served, and the receiver of its output.
-
-    Attributes:
-        sequence: the sequence.
-        sink: the receiver, called with each delta.
-        detokenizer: the detokenizer, or None if no text is requested.
-        arrived: the time of arrival (`time.monotonic`).
-        first_token: the time at which the first token was read, 0 before.
-    """
+    """A sequence that is being served, and the receiver of its output."""
 
     sequence: Sequence
-    sink: Sink
-    detokenizer: Detokenizer | None
-    arrived: float = 0.0
-    first_token: float = 0.0
+    sink: Sink  # the receiver, called with each delta
+    detokenizer: Detokenizer | None  # the detokenizer, or None if no text is requested
+    arrived: float = 0.0  # the time of arrival (`time.monotonic`)
+    first_token: float = 0.0  # the time at which the first token was read, 0 before
 
     def delta(self, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> Delta:
         """Return a delta of new tokens, with all text that is final now."""
@@ -84,9 +76,6 @@ class LiveSequence:
         """Return the reason why no token could be sampled, after the sequence has ended.
 
         Either the request excludes all tokens, or the logits were not finite.
-
-        Args:
-            vocab_size: the width of the logits.
         """
         drawn = self.sequence.output_token_ids()
         if allowed_tokens(self.sequence, drawn, vocab_size).any():
@@ -108,13 +97,6 @@ class Delivery:
 
     Args:
         scheduler: the scheduler, in which a sequence is finished when its text ends it.
-        slots: the slot table.
-        recovery: the recovery, which drops its record of a finished sequence.
-        scores: the log-probabilities that the host computes.
-
-    Attributes:
-        num_tokens: the number of tokens delivered since the start.
-        num_first_tokens: the number of delivered tokens that were the first of their sequence.
     """
 
     def __init__(
@@ -126,7 +108,8 @@ class Delivery:
         self._scores = scores
         self._live: dict[Sequence, LiveSequence] = {}
         self._by_request: dict[str, list[LiveSequence]] = {}
-        self.num_tokens = 0
+        self.num_tokens = 0  # the number of tokens delivered since the start
+        # The number of delivered tokens that were the first of their sequence.
         self.num_first_tokens = 0
         self._now = 0.0
 

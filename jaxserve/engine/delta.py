@@ -1,55 +1,138 @@
-"""Delta: the increments of a completion that the engine sends."""
+"""Delta, the increments of a completion that the engine sends, and their conversion to outputs."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import FinishReason
+from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
+from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.logprobs import TokenLogprobs
 
 
 @dataclass
 class Delta:
-    """An increment of one completion of a request.
+    """An increment of one completion of a request."""
 
-    Attributes:
-        request_id: the engine's id of the request.
-        index: the number of the completion.
-        text: the new text.
-        token_ids: the new tokens.
-        num_cached_tokens: the prompt tokens that were found in the prefix cache.
-        finish_reason: the reason of the end, in the last delta.
-        stop_reason: the stop token or text that ended the completion, if one did.
-        error: the error that ended the completion, if one did.
-        parameter: the invalid parameter if the request caused the error.
-        logprobs: one row per token in `token_ids`, if requested.
-        prompt_logprobs: one row per prompt token except the first, if requested. They come once,
-            with the first token of completion 0.
-        times: the times of the sequence, in the last delta if a token ended the completion.
-    """
-
-    request_id: str
-    index: int
+    request_id: str  # the engine's id of the request
+    index: int  # the number of the completion
     text: str
     token_ids: list[int]
-    num_cached_tokens: int
-    finish_reason: FinishReason | None = None
+    num_cached_tokens: int  # the prompt tokens that were found in the prefix cache
+    finish_reason: FinishReason | None = None  # the reason of the end, in the last delta
+    # The stop token or text that ended the completion, if one did.
     stop_reason: int | str | None = None
-    error: str | None = None
-    parameter: str | None = None
-    logprobs: TokenLogprobs | None = None
+    error: str | None = None  # the error that ended the completion, if one did
+    parameter: str | None = None  # the invalid parameter if the request caused the error
+    logprobs: TokenLogprobs | None = None  # one row per token in `token_ids`, if requested
+    # One row per prompt token except the first, if requested. They come once, with the first token
+    # of completion 0.
     prompt_logprobs: TokenLogprobs | None = None
+    # The times of the sequence, in the last delta if a token ended the completion.
     times: SequenceTimes | None = None
 
     def fail(self, error: str | InvalidRequest) -> None:
         """Set `error`, and `parameter` if the error is an InvalidRequest."""
-
         self.error = str(error)
         if isinstance(error, InvalidRequest):
             self.parameter = error.parameter
 
 
 Sink = Callable[[Delta], None]
+
+
+def logprob_dicts(
+    scores: TokenLogprobs, token_ids: Listing[int], decode: Callable[[int], str | None]
+) -> list[dict[int, Logprob]]:
+    """Return for each token a dict of Logprobs by token id: the token, then its alternatives.
+
+    Args:
+        token_ids: one token per row of `scores`.
+        decode: returns the text of a token, or None.
+    """
+    texts: dict[int, str | None] = {}
+
+    def text(token: int) -> str | None:
+        if token not in texts:
+            texts[token] = decode(token)
+        return texts[token]
+
+    ranks = scores.ranks()
+    rows = zip(token_ids, *(part.tolist() for part in scores[:4]), ranks.tolist(), strict=True)
+    return [
+        {token: Logprob(logprob, rank, text(token))}
+        | {
+            other: Logprob(value, place, text(other))
+            for other, value, place in zip(ids, values, places, strict=True)
+            if other != token
+        }
+        for token, logprob, rank, ids, values, places in rows
+    ]
+
+
+class OutputReader:
+    """A reader of one request's deltas, which it adds to the outputs of the request.
+
+    Args:
+        tokenizer: the tokenizer that decodes token texts, or None.
+    """
+
+    def __init__(self, request: Request, tokenizer: Any) -> None:
+        self._request = request
+        self._tokenizer = tokenizer if request.sampling.detokenize else None
+        since = time.monotonic() - request.arrival_time
+        # The combined times of the completions so far.
+        self.stats = RequestStateStats(arrival_time=time.time() - since)
+
+    def add(self, output: RequestOutput, completion: CompletionOutput, delta: Delta) -> None:
+        """Append a delta to `completion`, the log-probabilities of its prompt to `output`.
+
+        Both are changed in place, and so is `stats`.
+        """
+        completion.text += delta.text
+        completion.token_ids += delta.token_ids
+        self._add_logprobs(output, completion, delta)
+        self._add_times(delta)
+        output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
+        if delta.finish_reason is not None:
+            completion.finish_reason = str(delta.finish_reason)
+            completion.stop_reason = delta.stop_reason
+            completion.error = delta.error
+            output.error = output.error or delta.error
+
+    def _add_times(self, delta: Delta) -> None:
+        stats, times = self.stats, delta.times
+        stats.num_generation_tokens += len(delta.token_ids)
+        if times is None:
+            return
+        is_first = not stats.first_token_ts
+        stats.queued_ts = times.arrived
+        stats.num_preemptions += times.num_preemptions
+        stats.last_token_ts = max(stats.last_token_ts, times.last_token)
+        if is_first or times.started < stats.scheduled_ts:
+            stats.scheduled_ts = times.started
+        if is_first or times.first_token < stats.first_token_ts:
+            stats.first_token_ts = times.first_token
+            stats.first_token_latency = times.first_token - times.arrived
+
+    def _text(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token], False)
+
+    def _add_logprobs(
+        self, output: RequestOutput, completion: CompletionOutput, delta: Delta
+    ) -> None:
+        scores = delta.logprobs
+        if scores is not None:
+            completion.logprobs = completion.logprobs or []
+            completion.logprobs += logprob_dicts(scores, delta.token_ids, self._text)
+            total = completion.cumulative_logprob or 0.0
+            completion.cumulative_logprob = total + float(scores.logprob.sum())
+        if delta.prompt_logprobs is not None:
+            following = self._request.prompt_token_ids[1:].tolist()
+            rows = logprob_dicts(delta.prompt_logprobs, following, self._text)
+            output.prompt_logprobs = [None, *rows]

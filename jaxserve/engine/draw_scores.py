@@ -24,8 +24,6 @@ class DrawScores:
 
     Args:
         slots: the slot table, which has the tokens of running sequences.
-        mode: the engine's `logprobs_mode`.
-        vocab_size: V, the width of the logits.
     """
 
     def __init__(self, slots: SlotTable, mode: str, vocab_size: int) -> None:
@@ -41,7 +39,6 @@ class DrawScores:
 
         Args:
             scores: one entry per token of the result.
-            result: the result of the step.
             logits: float[R, V], the logits of the rows of the step's plan.
         """
         rows = np.flatnonzero(result.drawn).tolist()
@@ -86,13 +83,7 @@ class DrawScores:
 
 
 def allowed_tokens(sequence: Sequence, drawn: Listing[int], vocab_size: int) -> np.ndarray:
-    """Return bool[V]: the tokens that a sequence's request allows next, as in `logit_edits`.
-
-    Args:
-        sequence: the sequence.
-        drawn: the tokens generated before.
-        vocab_size: V, the width of the logits.
-    """
+    """Return bool[V]: the tokens that a sequence's request allows next, as in `logit_edits`."""
     request = sequence.request
     listed = request.sampling.allowed_token_ids
     allowed = np.full(vocab_size, listed is None)

@@ -61,11 +61,7 @@ class Engine:
 
     Args:
         config: the settings, or a loaded model (a Runner can outlive an engine).
-        on_progress: called with the progress of the start.
         scheduler: creates the scheduler. Baselines pass another one with the same interface.
-
-    Attributes:
-        step_tokens: a histogram of prompt and answer tokens per step.
     """
 
     def __init__(
@@ -100,6 +96,7 @@ class Engine:
         self._num_steps = 0
         self._num_failed_steps = 0
         self._prompt_tokens = 0
+        # A histogram of prompt and answer tokens per step.
         self.step_tokens = ValueCounts(STEP_TOKENS)
         self._compiles_at_start = self.runner.num_compiles
         self._events = open_events(self.config, self.slots.window)
@@ -110,7 +107,6 @@ class Engine:
         """Queue a request.
 
         Args:
-            request: the request.
             sink: called with every Delta of each of its completions.
 
         Raises:
@@ -151,15 +147,9 @@ class Engine:
         return Detokenizer(self.tokenizer, tail, request.sampling)
 
     def abort(self, request_id: str, error: str | None = None, waiting_only: bool = False) -> bool:
-        """Abort a request, and send its last deltas.
+        """Abort a request, and send its last deltas. Return False if there is no such request.
 
-        Args:
-            request_id: the id of the request.
-            error: the error of the deltas, or None.
-            waiting_only: whether to abort only a request that has never had a slot.
-
-        Returns:
-            False if there is no such request.
+        With `waiting_only`, only a request that has never had a slot is aborted.
         """
         lives = self._delivery.of_request(request_id)
         if not lives or (waiting_only and any(live.sequence.num_cached >= 0 for live in lives)):
@@ -277,10 +267,6 @@ class Engine:
     def _recover(self, error: Exception, plans: list[LaunchPlan]) -> None:
         """Recover from a failed step, with which the cache is lost: preempt all sequences.
 
-        Args:
-            error: the error of the step.
-            plans: the plans of the steps that may have caused it.
-
         Raises:
             EngineDead: the engine has several hosts, whose states may differ now.
         """
@@ -328,7 +314,6 @@ class Engine:
 
     def close(self, error: str | None = None) -> None:
         """End all requests, aborted or with `error`, and free the device. Idempotent."""
-
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         for live in self._delivery.all():
             self._delivery.end(live, reason, error)

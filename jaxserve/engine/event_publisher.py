@@ -9,27 +9,22 @@ data_parallel_rank]` in msgpack. An event is a map whose "type" is its name.
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from hashlib import blake2b
+from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-import numpy as np
 import zmq
 
 from jaxserve.engine.event_peer import EventPeer
+from jaxserve.engine.kv_events import batch_of
 from jaxserve.errors import InvalidRequest
-from jaxserve.scheduling.page_changes import Change, RemovedPages, StoredPages
+from jaxserve.scheduling.page_index import Change
 from jaxserve.settings.kv_events import NAME, KVEventsConfig
 
 _log = logging.getLogger(__name__)
-# vLLM's name for the memory of any device.
-MEDIUM = "GPU"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 # Seconds between batches. A subscriber reads one batch of many changes faster than many of one.
 _PAUSE = 0.005
@@ -42,99 +37,6 @@ _MOST_RECONNECT = 1000
 _LOOK = 1.0
 
 
-class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """A change of the prefix cache."""
-
-
-class BlockStored(KVCacheEvent):
-    """Consecutive pages of one prefix that were added to the prefix cache."""
-
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[str, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-
-
-class BlockRemoved(KVCacheEvent):
-    """Pages that were removed from the prefix cache."""
-
-    block_hashes: list[int]
-    medium: str | None
-    group_idx: int | None = None
-
-
-class AllBlocksCleared(KVCacheEvent):
-    """All pages were removed from the prefix cache."""
-
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Events of one message."""
-
-    ts: float
-    events: list[Event]
-    data_parallel_rank: int | None = None
-
-
-def block_hashes(keys: np.ndarray) -> list[int]:
-    """Return public digests of keys, u64[n, WORDS], as integers below 2**64.
-
-    Keys themselves are sums of secret numbers, and would reveal them.
-    """
-    data = keys.astype("<u8").tobytes()
-    size = keys.shape[1] * 8
-    return [
-        int.from_bytes(blake2b(data[i : i + size], digest_size=8).digest(), "big")
-        for i in range(0, len(data), size)
-    ]
-
-
-def events_of(change: Change, block_size: int, window: int | None) -> Iterator[Event]:
-    """Yield the events of a change of the prefix cache.
-
-    Args:
-        change: the change.
-        block_size: tokens per page.
-        window: the attention window if all layers have the same, otherwise None.
-    """
-    if isinstance(change, StoredPages):
-        kind = "full_attention" if window is None else "sliding_window"
-        hashes, parents = block_hashes(change.keys), block_hashes(change.parents)
-        salts = iter(change.salts)
-        extra = [
-            (salt,) if nth == 0 and (salt := next(salts)) else None for nth in change.nth.tolist()
-        ]
-        follows = (np.diff(change.slots) == 0) & (np.diff(change.nth) == 1)
-        ends = [*((~follows).nonzero()[0] + 1).tolist(), len(hashes)]
-        for first, end in itertools.pairwise([0, *ends]):
-            yield BlockStored(
-                block_hashes=hashes[first:end],
-                parent_block_hash=parents[first] if change.nth[first] else None,
-                token_ids=change.tokens[first:end].ravel().tolist(),
-                block_size=block_size,
-                lora_id=None,
-                medium=MEDIUM,
-                lora_name=None,
-                extra_keys=extra[first:end],
-                group_idx=0,
-                kv_cache_spec_kind=kind,
-                kv_cache_spec_sliding_window=window,
-            )
-    elif isinstance(change, RemovedPages):
-        yield BlockRemoved(block_hashes(change.keys), MEDIUM, group_idx=0)
-    else:
-        yield AllBlocksCleared()
-
-
 class EventPublisher:
     """The publisher of cache changes: a PUB socket, and a ROUTER socket for replays.
 
@@ -145,14 +47,10 @@ class EventPublisher:
     the last `buffer_steps` messages that were sent.
 
     Args:
-        config: the configuration of events.
-        block_size: tokens per page.
         window: the attention window if all layers have the same, otherwise None.
 
     Attributes:
-        endpoint: the opened endpoint, with the port that the system chose.
-        replay_endpoint: the opened endpoint of replays, or None.
-        num_dropped: the changes that were dropped from a full queue, up to the newest batch.
+        endpoint: the opened endpoint, with the port that the system chose
 
     Raises:
         InvalidRequest: an endpoint cannot be opened.
@@ -164,6 +62,7 @@ class EventPublisher:
         self._queue: deque[Change] = deque()
         self._wake = threading.Condition()
         self._closing = False
+        # The changes that were dropped from a full queue, up to the newest batch.
         self.num_dropped = 0
         self._num_gone = 0  # dropped since the newest batch, their numbers not yet skipped
         self._next_number = 0
@@ -171,7 +70,7 @@ class EventPublisher:
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=num_replayed)
         self._sent_lock = threading.Lock()
         self._context: zmq.Context[Any] = zmq.Context()
-        self.replay_endpoint: str | None = None
+        self.replay_endpoint: str | None = None  # the opened endpoint of replays, or None
         self._peer = EventPeer(self._context)
         threads = [threading.Thread(target=self._publish, name="kv-events", daemon=True)]
         try:
@@ -192,13 +91,7 @@ class EventPublisher:
             thread.start()
 
     def _open(self, kind: int, field: str, most: int) -> tuple[Any, str]:
-        """Open a socket, and return it with its endpoint.
-
-        Args:
-            kind: zmq.PUB or zmq.ROUTER.
-            field: the field of the configuration with the endpoint.
-            most: the most queued messages per peer.
-        """
+        """Open a socket, and return it with its endpoint."""
         endpoint: str = getattr(self._config, field)
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, most)
@@ -247,7 +140,6 @@ class EventPublisher:
         self._pub.close()
 
     def _look(self) -> None:
-        """Read the peers' messages, and reconnect if ZeroMQ has given up a peer."""
         self._pub.getsockopt(zmq.EVENTS)  # reads subscriptions, and frees messages of old peers
         if self._peer.has_given_up():
             self._peer.close()
@@ -281,12 +173,7 @@ class EventPublisher:
 
     def _send(self, changes: Iterable[Change]) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
-        events = [
-            event
-            for change in changes
-            for event in events_of(change, self._block_size, self._window)
-        ]
-        payload = msgspec.msgpack.encode(KVEventBatch(time.time(), events, 0))
+        payload = batch_of(changes, self._block_size, self._window)
         with self._sent_lock:  # before sending, since a subscriber may request a replay at once
             self._sent.append((number, payload))
         self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
@@ -313,7 +200,6 @@ class EventPublisher:
 
     def close(self) -> None:
         """Send the queued changes to subscribers that read them in a second. Idempotent."""
-
         with self._wake:
             if self._closing:
                 return

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
+from jaxserve.engine import prompts as prompt_forms
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.batch import RequestBatch
 from jaxserve.engine.beam_search import BeamSearch, run_searches, step_settings
-from jaxserve.engine.metric_values import Metric, metric_values
-from jaxserve.engine.metrics import EngineStats
-from jaxserve.engine.prompts import (
-    Prompt,
-    as_list,
-    chat_tokenizer,
-    one_each,
-    prompt_parts,
-    template_inputs,
-    tokenized,
-)
-from jaxserve.engine.thread import NOT_PICKLED, EngineThread, report_start
+from jaxserve.engine.metrics import EngineStats, Metric
+from jaxserve.engine.thread import EngineOwner
 from jaxserve.errors import InvalidRequest
+from jaxserve.execution.runner import OnProgress
 from jaxserve.outputs import BeamSearchOutput, RequestOutput
 from jaxserve.request import BeamSearchParams, Request, SamplingParams
 from jaxserve.settings.checks import exact_int
@@ -37,11 +30,12 @@ from jaxserve.text.messages import plain_messages
 from jaxserve.text.tokenizer import NO_TEMPLATE
 
 
-class LLM:
+class LLM(EngineOwner):
     """An engine for offline use. Close it, or use it as a context manager.
 
     It also closes when it is garbage-collected and at the exit of the program. Several threads can
-    use it, and their requests are served together.
+    use it, and their requests are served together. After the engine has ended, methods raise
+    EngineClosed or EngineDead.
 
     Args:
         model: a folder, a file or a name on the hub, or None for the bundled model.
@@ -57,8 +51,7 @@ class LLM:
     def __init__(self, model: str | Path | Loaded | None = None, **settings: Any) -> None:
         settings = served(settings, EngineConfig.__dataclass_fields__)
         parts = model if isinstance(model, Loaded) else EngineConfig(model=model, **settings)
-        self._thread = EngineThread(parts, report_start(model))
-        self._requests = self._thread.engine.requests
+        super().__init__(parts, report_start(model))
         self._lock = threading.Lock()
         self._queued: list[RequestBatch] = []
         weakref.finalize(self, self._thread.close).atexit = False
@@ -74,7 +67,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Listing[Prompt],
+        prompts: prompt_forms.Prompt | Listing[prompt_forms.Prompt],
         sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -109,7 +102,7 @@ class LLM:
 
     def _requests_of(
         self,
-        prompts: Prompt | Listing[Prompt],
+        prompts: prompt_forms.Prompt | Listing[prompt_forms.Prompt],
         sampling_params: SamplingParams | Listing[SamplingParams] | None,
         *,
         priority: int | Listing[int] | None = None,
@@ -117,22 +110,15 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[list[Request], list[str | None]]:
         """Return the requests of prompts, and the text of each prompt or None for token ids."""
-        many = as_list(prompts)
-        settings = one_each(sampling_params, len(many), "sampling_params")
-        ranks = one_each(priority, len(many), "priority")
+        many = prompt_forms.as_list(prompts)
+        settings = prompt_forms.one_each(sampling_params, len(many), "sampling_params")
+        ranks = prompt_forms.one_each(priority, len(many), "priority")
         self._thread.check_open()
-        engine = self._thread.engine
-        texts: list[str | None] = []
-        requests: list[Request] = []
-        for prompt, params, rank in zip(many, settings, ranks, strict=True):
-            text, body, prompt_salt = prompt_parts(prompt)
-            texts.append(text)
-            salt = cache_salt if prompt_salt is None else prompt_salt
-            body = tokenized(
-                body, tokenization_kwargs, engine.tokenizer, engine.limits.max_model_len
-            )
-            requests.append(self._requests.make(body, params, priority=rank or 0, cache_salt=salt))
-        return requests, texts
+        pairs = [
+            self._request_of(prompt, params, rank or 0, cache_salt, tokenization_kwargs)
+            for prompt, params, rank in zip(many, settings, ranks, strict=True)
+        ]
+        return [request for request, _ in pairs], [text for _, text in pairs]
 
     def chat(
         self,
@@ -181,11 +167,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[str]:
-        """Start to answer conversations as `chat` does, and return the ids of their requests.
-
-        Raises:
-            InvalidRequest, EngineClosed, EngineDead: see `chat`.
-        """
+        """Start to answer conversations as `chat` does, and return the ids of their requests."""
         options = {"priority": priority, "cache_salt": cache_salt}
         prompts = self._rendered(messages, chat_template, chat_template_kwargs, template_options)
         return self.enqueue(prompts, sampling_params, **options)
@@ -199,8 +181,8 @@ class LLM:
             raise InvalidRequest("this engine has no tokenizer: pass token ids to LLM.generate")
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         many = messages if several else [messages]
-        tokenizer = chat_tokenizer(tokenizer, chat_template, template_options)
-        inputs = template_inputs(tokenizer, template_options, free)
+        tokenizer = prompt_forms.chat_tokenizer(tokenizer, chat_template, template_options)
+        inputs = prompt_forms.template_inputs(tokenizer, template_options, free)
         if not tokenizer.has_template(bool(inputs.get("tools"))):
             raise InvalidRequest(
                 f"{NO_TEMPLATE}: pass prompts to LLM.generate, or chat_template: {HOW_TO_GIVE}",
@@ -217,7 +199,7 @@ class LLM:
 
     def enqueue(
         self,
-        prompts: Prompt | Listing[Prompt],
+        prompts: prompt_forms.Prompt | Listing[prompt_forms.Prompt],
         sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
         **options: Any,
     ) -> list[str]:
@@ -226,9 +208,6 @@ class LLM:
         Args:
             prompts, sampling_params: see `generate`.
             **options: other arguments of `generate`.
-
-        Raises:
-            InvalidRequest, EngineClosed, EngineDead: see `generate`.
         """
         options.pop("use_tqdm", None)
         requests, texts = self._requests_of(prompts, sampling_params, **options)
@@ -268,7 +247,7 @@ class LLM:
 
     def beam_search(
         self,
-        prompts: Prompt | Listing[Prompt],
+        prompts: prompt_forms.Prompt | Listing[prompt_forms.Prompt],
         params: BeamSearchParams,
         *,
         use_tqdm: bool = False,
@@ -288,7 +267,7 @@ class LLM:
             InvalidRequest: a prompt or parameter is invalid. No request has been started.
             EngineClosed, EngineDead: the engine has ended, or a request failed.
         """
-        many = as_list(prompts)
+        many = prompt_forms.as_list(prompts)
         if not isinstance(params, BeamSearchParams):
             kind = type(params).__name__
             raise InvalidRequest(f"params must be BeamSearchParams, got {kind}", "params")
@@ -303,36 +282,13 @@ class LLM:
             run_searches(searches[start : start + count], step, self.generate)
         return [search.output(engine.tokenizer) for search in searches]
 
-    def get_tokenizer(self) -> Any:
-        """Return the tokenizer, or None with skip_tokenizer_init."""
-        return self._thread.engine.tokenizer
-
-    @property
-    def recommends_sampling(self) -> bool:
-        """Whether the checkpoint recommends sampling parameters."""
-        return self._thread.engine.loaded.recommends_sampling
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters that `generate` uses by default, from the checkpoint."""
-        return self._thread.engine.loaded.default_sampling
-
     def stats(self) -> EngineStats:
-        """Return the engine's statistics between two steps.
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
-        """
+        """Return the engine's statistics between two steps."""
         return self._thread.call(self._thread.engine.stats)
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics with vLLM's names, between two steps.
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
-        """
-        engine = self._thread.engine
-        name = str(engine.config.model)
-        return self._thread.call(lambda: metric_values(engine.stats(), engine.step_tokens, name))
+        """Return the engine's metrics with vLLM's names, between two steps."""
+        return self._metrics()
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -342,9 +298,6 @@ class LLM:
         Args:
             reset_running_requests: whether to compute running requests again, from their prompts.
             reset_connector: ignored.
-
-        Raises:
-            EngineClosed, EngineDead: the engine has ended.
         """
         engine = self._thread.engine
         return self._thread.call(lambda: engine.reset_prefix_cache(reset_running_requests))
@@ -354,18 +307,8 @@ class LLM:
 
         Raises:
             AssertionError: an invariant is broken. The message names it.
-            EngineClosed, EngineDead: the engine has ended.
         """
         self._thread.call(self._thread.engine.scheduler.check)
-
-    def __reduce__(self) -> NoReturn:
-        """Raise TypeError: an engine cannot be pickled."""
-        raise TypeError(NOT_PICKLED.format("LLM"))
-
-    def close(self) -> None:
-        """Abort all requests and free the device. Idempotent."""
-
-        self._thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -377,3 +320,16 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def report_start(model: object) -> OnProgress:
+    """Return a callback that writes one line to standard error when the model's files are read."""
+    name = "the bundled model" if model is None else model
+    stages: set[str] = set()
+
+    def report(stage: str, done: int, total: int) -> None:
+        if not stages:
+            print(f"jaxserve: loading {name} and compiling its programs", file=sys.stderr)
+        stages.add(stage)
+
+    return report

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from jaxserve.execution.state import PAGES
 
 # Bucket bounds of tokens per step, as in vLLM's `iteration_tokens_total`.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -44,21 +46,13 @@ class ValueCounts:
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """The times of a finished sequence, in seconds of `time.monotonic`.
+    """The times of a finished sequence, in seconds of `time.monotonic`."""
 
-    Attributes:
-        arrived: the time of arrival.
-        started: the time at which it first got a slot.
-        first_token: the time at which its first token was read.
-        last_token: the time at which its last token was read.
-        num_preemptions: the number of preemptions.
-    """
-
-    arrived: float
-    started: float
-    first_token: float
-    last_token: float
-    num_preemptions: int
+    arrived: float  # the time of arrival
+    started: float  # the time at which it first got a slot
+    first_token: float  # the time at which its first token was read
+    last_token: float  # the time at which its last token was read
+    num_preemptions: int  # the number of preemptions
 
     @property
     def queue(self) -> float:
@@ -100,43 +94,129 @@ class MemoryUse:
 
 @dataclass
 class EngineStats:
-    """A snapshot of an engine's statistics. Counters start with the engine.
+    """A snapshot of an engine's statistics. Counters start with the engine."""
 
-    Attributes:
-        num_running: sequences that run now.
-        num_waiting: sequences that wait now.
-        num_slots: slots in total.
-        num_pages: pages in total, without the null page.
-        pages_in_use: pages that sequences hold now.
-        num_steps: committed steps.
-        prompt_tokens: prompt tokens of accepted requests.
-        generation_tokens: sampled tokens.
-        num_preemptions: preemptions for lack of pages.
-        prefix_queries: tokens looked up in the prefix cache.
-        prefix_hits: tokens found in the prefix cache.
-        num_compiles: programs that requests had to wait for. It is 0 unless there is a bug.
-        num_compiles_behind: programs compiled in the background.
-        num_programs_missing: programs that will still be compiled in the background.
-        num_failed_steps: failed steps that were computed again.
-        expert_rows: for each device the rows that its experts computed. A row is a token of one
-            expert. Empty without `enable_expert_parallel`.
-        memory: use of each kind of memory that belongs to layers.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_slots: int
-    num_pages: int
-    pages_in_use: int
-    num_steps: int
-    prompt_tokens: int
-    generation_tokens: int
-    num_preemptions: int
-    prefix_queries: int
-    prefix_hits: int
-    num_compiles: int
-    num_compiles_behind: int
-    num_programs_missing: int
-    num_failed_steps: int
+    num_running: int  # sequences that run now
+    num_waiting: int  # sequences that wait now
+    num_slots: int  # slots in total
+    num_pages: int  # pages in total, without the null page
+    pages_in_use: int  # pages that sequences hold now
+    num_steps: int  # committed steps
+    prompt_tokens: int  # prompt tokens of accepted requests
+    generation_tokens: int  # sampled tokens
+    num_preemptions: int  # preemptions for lack of pages
+    prefix_queries: int  # tokens looked up in the prefix cache
+    prefix_hits: int  # tokens found in the prefix cache
+    num_compiles: int  # programs that requests had to wait for. It is 0 unless there is a bug.
+    num_compiles_behind: int  # programs compiled in the background
+    num_programs_missing: int  # programs that will still be compiled in the background
+    num_failed_steps: int  # failed steps that were computed again
+    # For each device the rows that its experts computed. A row is a token of one expert. Empty
+    # without `enable_expert_parallel`.
     expert_rows: tuple[int, ...] = ()
-    memory: tuple[MemoryUse, ...] = ()
+    memory: tuple[MemoryUse, ...] = ()  # of each kind of memory that belongs to layers
+
+
+Read = Callable[[EngineStats], float]
+# Metrics with vLLM's names: their descriptions, and functions that read them.
+GAUGES: dict[str, tuple[str, Read]] = {
+    "num_requests_running": ("Sequences running.", lambda s: s.num_running),
+    "num_requests_waiting": ("Sequences waiting.", lambda s: s.num_waiting),
+}
+KV_CACHE_USAGE = "kv_cache_usage_perc"
+"""The gauge of `memory_shares` that vLLM has too."""
+COUNTERS: dict[str, tuple[str, Read]] = {
+    "prompt_tokens": ("Prompt tokens taken in.", lambda s: s.prompt_tokens),
+    "generation_tokens": ("Tokens drawn.", lambda s: s.generation_tokens),
+    "num_preemptions": ("Sequences sent back to wait.", lambda s: s.num_preemptions),
+    "prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
+    "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda s: s.prefix_hits),
+}
+
+
+# Counted per device. vLLM only logs the balance of the counts.
+EXPERT_ROWS = (
+    "expert_rows",
+    "Rows, a token for one expert each, that a device's experts computed.",
+)
+
+
+def memory_shares(stats: EngineStats) -> dict[str, tuple[str, float]]:
+    """Return a gauge for each kind of memory of layers: its description, and its share in use."""
+    return {
+        f"{_word(use)}_usage_perc": (
+            f"Share of the {use.unit}s of {use.name} that sequences hold, 0 to 1.",
+            use.in_use / max(use.count, 1),
+        )
+        for use in stats.memory
+    }
+
+
+def memory_units(stats: EngineStats) -> dict[str, tuple[str, float]]:
+    """Return a gauge for each kind of memory of layers: its description, and its units in use."""
+    gauges: dict[str, tuple[str, float]] = {}
+    for use in stats.memory:
+        units = f"{use.unit}s" if use.name == PAGES else f"{_word(use)}_{use.unit}s"
+        text = f"{use.unit.title()}s of {use.name} that sequences hold."
+        gauges[f"num_{units}_in_use"] = text, use.in_use
+    return gauges
+
+
+def _word(use: MemoryUse) -> str:
+    return use.name.lower().replace(" ", "_")
+
+
+@dataclass
+class Metric:
+    """A metric with vLLM's prefix in its name, and labels."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A counter since the engine's start."""
+
+    value: int
+
+
+@dataclass
+class Gauge(Metric):
+    """A number that can rise and fall."""
+
+    value: float
+
+
+@dataclass
+class Histogram(Metric):
+    """Cumulative counts of values by upper bound, including "+Inf"."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+def metric_values(stats: EngineStats, step_tokens: ValueCounts, model_name: str) -> list[Metric]:
+    """Return the metrics of an engine."""
+    labels = {"model_name": model_name, "engine": "0"}
+    buckets = {bound: int(count) for bound, count in step_tokens.cumulative()}
+    metrics: list[Metric] = [
+        Gauge(f"vllm:{name}", dict(labels), float(read(stats)))
+        for name, (_, read) in GAUGES.items()
+    ]
+    metrics += [
+        Gauge(f"{'vllm' if name == KV_CACHE_USAGE else 'jaxserve'}:{name}", dict(labels), share)
+        for name, (_, share) in memory_shares(stats).items()
+    ]
+    metrics += [
+        Counter(f"vllm:{name}", dict(labels), int(read(stats)))
+        for name, (_, read) in COUNTERS.items()
+    ]
+    metrics += [
+        Counter(f"jaxserve:{EXPERT_ROWS[0]}", labels | {"device": str(device)}, count)
+        for device, count in enumerate(stats.expert_rows)
+    ]
+    name, count = "vllm:iteration_tokens_total", buckets["+Inf"]
+    metrics.append(Histogram(name, dict(labels), count, step_tokens.sum, buckets))
+    return metrics

@@ -7,11 +7,12 @@ from collections.abc import Sequence as Listing
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxserve.errors import InvalidRequest
 from jaxserve.settings.checks import check_content_format, exact_int, is_listing, is_neutral
 from jaxserve.settings.compat import endpoint_fields, refuse_unsupported
-from jaxserve.text.content_format import WordsLost
-from jaxserve.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS
+from jaxserve.text.messages import COMMON_INPUTS, RENDERING_ARGUMENTS, WordsLost
 from jaxserve.text.template import find_template
 from jaxserve.text.template_budget import TemplateTooLong
 from jaxserve.text.tokenizer import Tokenizer
@@ -21,16 +22,11 @@ Prompt = str | Listing[int] | Mapping[str, Any]
 
 
 class PromptParts(NamedTuple):
-    """The parts of a caller's prompt.
+    """The parts of a caller's prompt."""
 
-    Attributes:
-        text: the text of the prompt, or None.
-        body: the text or the token ids to serve.
-        cache_salt: the cache salt, or None. Cached pages are shared between prompts of equal salts.
-    """
-
-    text: str | None
-    body: Any
+    text: str | None  # the text of the prompt, or None
+    body: Any  # the text or the token ids to serve
+    # The cache salt, or None. Cached pages are shared between prompts of equal salts.
     cache_salt: str | None = None
 
 
@@ -63,7 +59,6 @@ def chat_tokenizer(tokenizer: Tokenizer, template: Any, options: Mapping[str, An
     """Return the tokenizer with a call's chat template and content format.
 
     Args:
-        tokenizer: the engine's tokenizer.
         template: a template, a file, or the name of a shipped template. None for the model's.
         options: the options of the call, of which chat_template_content_format is read.
 
@@ -86,7 +81,6 @@ def template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any)
     """Return the inputs of the chat template.
 
     Args:
-        tokenizer: the tokenizer with the template.
         options: inputs passed as arguments. The template must read them, except common inputs.
         free: inputs passed as `chat_template_kwargs`, which the template can ignore.
 
@@ -137,11 +131,6 @@ def as_list(prompts: Any) -> list[Any]:
 def one_each(value: Any, count: int, name: str) -> list[Any]:
     """Return a list with one value per prompt.
 
-    Args:
-        value: one value for all prompts, or a list.
-        count: the number of prompts.
-        name: the name of the argument, for errors.
-
     Raises:
         InvalidRequest: the list has another length.
     """
@@ -158,9 +147,7 @@ def truncated(
     """Return the last (or first) `keep` tokens of a prompt.
 
     Args:
-        prompt: the token ids.
         keep: the number of tokens, None for all, or -1 for max_model_len - 1.
-        max_model_len: the length limit of the engine.
         side: the side that is cut off: "left" (default) or "right".
 
     Raises:
@@ -202,8 +189,6 @@ def tokenized(
     Args:
         prompt: text or token ids. It is returned unchanged without options.
         options: add_special_tokens, truncate_prompt_tokens and truncation_side.
-        tokenizer: the tokenizer, or None.
-        longest: the engine's max_model_len.
 
     Raises:
         InvalidRequest: an option is unknown or out of range. The message names it.
@@ -222,3 +207,38 @@ def tokenized(
 
     keep, side = options.get("truncate_prompt_tokens"), options.get("truncation_side")
     return truncated(prompt, keep, longest, side)
+
+
+def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
+    """Return a prompt of token ids as int32[n], after checking that all are in [0, vocab_size).
+
+    Raises:
+        InvalidRequest: the prompt is invalid. The message names the first bad position.
+    """
+    if not is_listing(token_ids):
+        kind = type(token_ids).__name__
+        raise InvalidRequest(f"prompt must be text or a list of token ids, got {kind}", "prompt")
+    if len(token_ids) == 0:
+        raise InvalidRequest("prompt is empty; it needs at least one token", "prompt")
+    if isinstance(token_ids, list | tuple):
+        kinds = set(map(type, token_ids))
+        if kinds != {int} and not all(issubclass(kind, np.integer | int) for kind in kinds):
+            kinds_named = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise InvalidRequest(f"prompt token ids must be integers, got {kinds_named}", "prompt")
+        if bool in kinds:
+            raise InvalidRequest("prompt token ids must be integers, got bool", "prompt")
+    try:
+        ids = np.asarray(token_ids)
+    except (ValueError, OverflowError):
+        raise InvalidRequest("prompt must be one flat list of token ids", "prompt") from None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InvalidRequest(
+            f"prompt must be one flat list of token ids from 0 to {vocab_size - 1}", "prompt"
+        )
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(bad):
+        raise InvalidRequest(
+            f"prompt token id {ids[bad[0]]} at position {bad[0]} is outside 0 to {vocab_size - 1}",
+            "prompt",
+        )
+    return ids.astype(np.int32)

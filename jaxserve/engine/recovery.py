@@ -35,13 +35,6 @@ class Recovery:
     and time of arrival: a new request can fail a step only after the previous failure has been
     compensated. A request that fails before its first token fails at most three steps, the last one
     or two alone, where only its own work is lost. A request that fails later fails five steps.
-
-    Args:
-        scheduler: the scheduler.
-        slots: the slot table.
-
-    Attributes:
-        is_testing: whether suspects run alone. Then only one step can be in flight.
     """
 
     def __init__(self, scheduler: Scheduler, slots: SlotTable) -> None:
@@ -54,7 +47,7 @@ class Recovery:
         self._behind: set[Sequence] = set()
         self._num_owed = 0
         self._is_active = False
-        self.is_testing = False
+        self.is_testing = False  # whether suspects run alone. Then only one step can be in flight.
         self._has_cleared = False
 
     def limit_running(self) -> None:
@@ -102,14 +95,7 @@ class Recovery:
             sequence.num_failures = 0
 
     def has_failed(self, plans: list[LaunchPlan]) -> list[Sequence]:
-        """Record a failure, and preempt all sequences.
-
-        Args:
-            plans: the plans of the steps that may have failed.
-
-        Returns:
-            The sequences that must end with an error.
-        """
+        """Record a failure, preempt all sequences, and return those that must end with an error."""
         rows = {sequence for plan in plans for sequence in _sequences(self._slots, plan)}
         running = self._scheduler.running_sequences()
         drawn = {s for s in running if self._slots.num_known[s.slot] > s.num_prompt}
@@ -138,13 +124,5 @@ class Recovery:
 def _sequences(
     slots: SlotTable, plan: LaunchPlan, where: np.ndarray | bool = True
 ) -> Iterable[Sequence]:
-    """Return the sequences of a plan's rows that still have their slots.
-
-    Args:
-        slots: the slot table.
-        plan: the plan.
-        where: bool[R], the rows to return, by default all.
-    """
-
     live = (slots.generation[plan.slots] == plan.generations) & where
     return slots.sequences[plan.slots[live]].tolist()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.engine.prompts import encoded
+from jaxserve.engine.prompts import check_token_ids, encoded
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
@@ -21,7 +21,7 @@ from jaxserve.request import (
     Request,
     SamplingParams,
 )
-from jaxserve.settings.checks import exact_int, is_listing
+from jaxserve.settings.checks import exact_int
 from jaxserve.start.plan.limits import Limits
 from jaxserve.structured import NAME as STRUCTURED
 from jaxserve.text.grammars import Constraint, Grammars
@@ -31,49 +31,12 @@ from jaxserve.text.tokenizer import Tokenizer
 Encode = Callable[[str], list[int]]
 
 
-def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
-    """Return a prompt of token ids as int32[n], after checking that all are in [0, vocab_size).
-
-    Raises:
-        InvalidRequest: the prompt is invalid. The message names the first bad position.
-    """
-    if not is_listing(token_ids):
-        kind = type(token_ids).__name__
-        raise InvalidRequest(f"prompt must be text or a list of token ids, got {kind}", "prompt")
-    if len(token_ids) == 0:
-        raise InvalidRequest("prompt is empty; it needs at least one token", "prompt")
-    if isinstance(token_ids, list | tuple):
-        kinds = set(map(type, token_ids))
-        if kinds != {int} and not all(issubclass(kind, np.integer | int) for kind in kinds):
-            kinds_named = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise InvalidRequest(f"prompt token ids must be integers, got {kinds_named}", "prompt")
-        if bool in kinds:
-            raise InvalidRequest("prompt token ids must be integers, got bool", "prompt")
-    try:
-        ids = np.asarray(token_ids)
-    except (ValueError, OverflowError):
-        raise InvalidRequest("prompt must be one flat list of token ids", "prompt") from None
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InvalidRequest(
-            f"prompt must be one flat list of token ids from 0 to {vocab_size - 1}", "prompt"
-        )
-    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(bad):
-        raise InvalidRequest(
-            f"prompt token id {ids[bad[0]]} at position {bad[0]} is outside 0 to {vocab_size - 1}",
-            "prompt",
-        )
-    return ids.astype(np.int32)
-
-
 class RequestFactory:
     """The validator and factory of all requests. It is thread-safe.
 
     Args:
         tokenizer: encodes prompts and bad_words. None if all prompts are token ids.
-        limits: the limits of the model and its cache.
         grammars: compiles structured_outputs. None without a tokenizer.
-        default_sampling: the parameters of requests without any.
     """
 
     def __init__(
@@ -170,11 +133,7 @@ class RequestFactory:
 
 
 def _answer_length(prompt_length: int, sampling: SamplingParams, limits: Limits) -> int:
-    """Return the most tokens of an answer, at least 1.
-
-    Raises:
-        PromptTooLong: the prompt leaves no room for an answer.
-    """
+    # PromptTooLong: the prompt leaves no room for an answer.
     longest = limits.max_model_len - 1
     if prompt_length > longest:
         raise PromptTooLong(
@@ -237,9 +196,7 @@ def bad_words_token_ids(
     """Return the token sequences of bad words, at the beginning of a text and after a space.
 
     Args:
-        words: the words.
         encode: tokenizes a word, or None without a tokenizer.
-        vocab_size: the width of the logits.
 
     Raises:
         InvalidRequest: there is no tokenizer, or there are too many or too long sequences.
@@ -285,11 +242,7 @@ def _check_tokens_are_left(
     stop_token_ids: tuple[int, ...],
     vocab_size: int,
 ) -> None:
-    """Check that token ids are in the vocabulary, and that the first token is not fully excluded.
-
-    Raises:
-        InvalidRequest: a check fails. The message names the field.
-    """
+    """Check that token ids are in the vocabulary, and that a first token is left."""
     for token in sampling.logit_bias or ():
         exact_int(token, "logit_bias: a token id", 0, vocab_size - 1, "logit_bias")
     allowed = sampling.allowed_token_ids

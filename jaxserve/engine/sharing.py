@@ -32,10 +32,6 @@ def salt_secret(config: EngineConfig) -> bytes:
 def open_events(config: EngineConfig, window: int | None = None) -> Any:
     """Return an `event_publisher.EventPublisher`, or None if no events are published.
 
-    Args:
-        config: the settings of the engine.
-        window: the attention window if all layers have the same, otherwise None.
-
     Raises:
         InvalidRequest: pyzmq is not installed, or an endpoint cannot be opened.
     """

@@ -23,16 +23,8 @@ class Stream:
     the reader has taken all deltas. The constructor starts the requests.
 
     Args:
-        thread: the engine's thread.
         delivery: transfers the deltas to this event loop.
-        requests: requests from the engine's factory.
         max_unread: the most unread tokens before the requests are paused, or None for no limit.
-
-    Attributes:
-        requests: the requests.
-        is_paused: whether the requests are paused.
-        num_unread: the number of unread tokens.
-        on_pause: called with True when the requests are paused, and False when they continue.
     """
 
     def __init__(
@@ -51,6 +43,7 @@ class Stream:
         self._max_unread = max_unread
         self.num_unread = 0
         self.is_paused = False
+        # Called with True when the requests are paused, and False when they continue.
         self.on_pause: Callable[[bool], None] = _ignore
         try:
             for request in self.requests:
@@ -150,9 +143,6 @@ class LoopDelivery:
     engine. Rounds are spaced so that they and the immediate work of readers take at most `SHARE` of
     the time. A few readers get each token at once. Many readers get several tokens at a time, at
     most `LONGEST_WAIT` seconds late.
-
-    Args:
-        loop: the event loop of the readers.
     """
 
     SHARE = 0.03
@@ -188,7 +178,6 @@ class LoopDelivery:
 
     def _rest(self) -> None:
         """Set the time of the next round, after all readers that this round has woken."""
-
         spent = time.thread_time() - self._cpu_seconds
         rest = min(spent * (1.0 / self.SHARE - 1.0), self.LONGEST_WAIT)
         self._next_round = self.loop.time() + rest

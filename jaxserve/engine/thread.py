@@ -5,20 +5,22 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from jaxserve.engine import prompts
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.metrics import Metric, metric_values
+from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest
 from jaxserve.execution.runner import OnProgress
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import FinishReason, Request, SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.garbage import return_memory
 from jaxserve.start.loaded import Loaded
@@ -28,27 +30,6 @@ _log = logging.getLogger(__name__)
 # Idle seconds after which memory is returned to the system. A shorter time would delay the next
 # answer of a conversation by a few milliseconds.
 _REST_SECONDS = 10.0
-NOT_PICKLED = (
-    "{} cannot be pickled or copied: it holds a device's memory and a thread. Make one in the "
-    "process that uses it, from the same arguments"
-)
-
-
-def report_start(model: object) -> OnProgress:
-    """Return a callback that writes one line to standard error when the model's files are read.
-
-    Args:
-        model: the setting `model`.
-    """
-    name = "the bundled model" if model is None else model
-    stages: set[str] = set()
-
-    def report(stage: str, done: int, total: int) -> None:
-        if not stages:
-            print(f"jaxserve: loading {name} and compiling its programs", file=sys.stderr)
-        stages.add(stage)
-
-    return report
 
 
 class EngineThread:
@@ -56,19 +37,13 @@ class EngineThread:
 
     It closes at the latest at the interpreter's exit, before JAX: a thread that runs C++ code at
     that time would end the process with SIGABRT.
-
-    Args:
-        config: the settings, or a loaded model.
-        on_progress: called with the progress of the start.
-
-    Attributes:
-        engine: the engine. Other threads can use `requests`, and read the constants `config`,
-            `limits`, `loaded` and `tokenizer`.
     """
 
     def __init__(
         self, config: EngineConfig | Loaded, on_progress: OnProgress | None = None
     ) -> None:
+        # The engine. Other threads can use `requests`, and read the constants `config`, `limits`,
+        # `loaded` and `tokenizer`.
         self.engine = Engine(config, on_progress)
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -104,7 +79,6 @@ class EngineThread:
         """Start a request. Every completion gets exactly one Delta with a finish_reason.
 
         Args:
-            request: the request.
             sink: called with each Delta on the engine's thread, so it must return quickly.
 
         Raises:
@@ -259,3 +233,57 @@ def _failed(request: Request, index: int, error: Exception) -> Delta:
     delta = Delta(request.request_id, index, "", [], 0, FinishReason.ERROR)
     delta.fail(error if isinstance(error, InvalidRequest) else str(error))
     return delta
+
+
+class EngineOwner:
+    """What `LLM` and `AsyncLLM` share: an engine on a thread of its own."""
+
+    def __init__(self, config: EngineConfig | Loaded, on_progress: OnProgress | None) -> None:
+        self._thread = EngineThread(config, on_progress)
+        # The factory of requests. It is thread-safe.
+        self.requests: RequestFactory = self._thread.engine.requests
+
+    def _request_of(
+        self,
+        prompt: prompts.Prompt,
+        sampling: SamplingParams | None,
+        priority: int,
+        cache_salt: str | None,
+        tokenization: Mapping[str, Any] | None,
+    ) -> tuple[Request, str | None]:
+        """Return the request of a prompt, and the text of the prompt or None for token ids."""
+        engine = self._thread.engine
+        text, body, salt = prompts.prompt_parts(prompt)
+        salt = cache_salt if salt is None else salt
+        longest = engine.limits.max_model_len
+        body = prompts.tokenized(body, tokenization, engine.tokenizer, longest)
+        return self.requests.make(body, sampling, priority=priority, cache_salt=salt), text
+
+    def _metrics(self) -> list[Metric]:
+        engine = self._thread.engine
+        name = str(engine.config.model)
+        return self._thread.call(lambda: metric_values(engine.stats(), engine.step_tokens, name))
+
+    @property
+    def recommends_sampling(self) -> bool:
+        """Whether the checkpoint recommends sampling parameters."""
+        return self._thread.engine.loaded.recommends_sampling
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters of requests without any, from the checkpoint."""
+        return self._thread.engine.loaded.default_sampling
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer, or None with skip_tokenizer_init."""
+        return self._thread.engine.tokenizer
+
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError: an engine cannot be pickled."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: it holds a device's memory and a "
+            "thread. Make one in the process that uses it, from the same arguments"
+        )
+
+    def close(self) -> None:
+        """Abort all requests and free the device. Idempotent."""
+        self._thread.close()

@@ -20,9 +20,8 @@ from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
 from jaxserve.engine.sharing import check_sharing
 from jaxserve.errors import InvalidRequest
-from jaxserve.fleet.choice import PrefixChoice
+from jaxserve.fleet.choice import PrefixChoice, keep_to_loopback
 from jaxserve.fleet.gang import Gang
-from jaxserve.fleet.loopback import keep_to_loopback
 from jaxserve.fleet.options import FleetConfig, check_gang, check_server, resources_of
 from jaxserve.server.served.admission import QUEUED_FOR_EACH_SLOT
 from jaxserve.server.served.specs import ModelSpec
@@ -92,11 +91,6 @@ def make_application(
     specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfig
 ) -> serve.Application:
     """Return the application for `serve.run`. Ray must be running.
-
-    Args:
-        specs: models of each replica.
-        config: settings of the server of each replica.
-        fleet: number, place and resources of replicas.
 
     Raises:
         InvalidRequest: a setting is not supported with replicas, or the cluster lacks resources.

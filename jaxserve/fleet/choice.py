@@ -1,4 +1,7 @@
-"""The endpoint that chooses a replica by the body of a request, for HAProxy, and its router."""
+"""The endpoint that chooses a replica by the body of a request, for HAProxy, and its router.
+
+`keep_to_loopback` limits the internal ports of replicas to the loopback address.
+"""
 
 # Ray has no wheels for some versions of Python.
 # pyright: reportMissingImports=false
@@ -6,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
 from ray import serve
+from ray.serve._private import replica as serve_replica
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -16,9 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jaxserve.fleet.loopback import keep_to_loopback
-from jaxserve.fleet.policy import PrefixPolicy
-from jaxserve.fleet.prefixes import digests_of
+from jaxserve.fleet.prefixes import PrefixPolicy, digests_of
 
 NAME = "jaxserve-choice"
 REPORT_SECONDS = 1.0
@@ -67,7 +70,6 @@ class PrefixChoice:
     Without a replica it answers 503, and so does HAProxy.
 
     Args:
-        replicas: handle of the deployment of replicas.
         secret: secret of the fleet, with which digests are computed.
     """
 
@@ -120,3 +122,24 @@ class PrefixChoice:
         host, port = replica.backend_http_endpoint
         name = replica.replica_id.to_full_id_str()
         return JSONResponse({"host": host, "port": port, "replica_id": name})
+
+
+LOOPBACK = "127.0.0.1"
+_replica: Any = serve_replica
+
+
+def keep_to_loopback() -> None:
+    """Make Serve bind the port of this process's replica to the loopback address.
+
+    Without this, Serve opens the port on all interfaces, without a check of Ray's token. In a
+    cluster of several machines it does so anyway, because other machines call the replica. Call
+    this before Serve opens the port. Idempotent.
+    """
+    add = _replica.add_port_to_grpc_server
+    if ray.util.get_node_ip_address() != LOOPBACK or add.__name__ == "add_local_port":
+        return
+
+    def add_local_port(server: Any, address: str) -> int:
+        return add(server, address.replace("[::]", LOOPBACK))
+
+    _replica.add_port_to_grpc_server = add_local_port

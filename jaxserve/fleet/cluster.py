@@ -25,7 +25,7 @@ from ray.serve.context import _get_global_client
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.fleet.application import NAME, make_application
-from jaxserve.fleet.loopback import LOOPBACK
+from jaxserve.fleet.choice import LOOPBACK
 from jaxserve.fleet.options import FleetConfig
 from jaxserve.server.served.specs import ModelSpec
 from jaxserve.server.settings import ServerConfig
@@ -45,9 +45,7 @@ def serve_fleet(
     """Run replicas until SIGTERM or an interrupt, then let them finish their requests.
 
     Args:
-        specs: models of each replica.
         config: settings of the server of each replica. Host and port are of the fleet.
-        fleet: number and place of replicas.
         say: called with lines about the start.
         check: raises an exception if a signal arrived during the start.
 
@@ -129,10 +127,7 @@ def _connect(fleet: FleetConfig) -> None:
 
 
 def _make_token() -> None:
-    """Create Ray's file with the token of a cluster, if it is missing, readable by its owner only.
-
-    Ray itself would create a file that every user can read.
-    """
+    # Ray itself would create a file that every user can read.
     before = os.umask(0o077)
     try:
         if enable_token_auth_by_default():

@@ -52,8 +52,7 @@ class _StoredBody:
     """The body of a request, stored until the answer begins.
 
     Attributes:
-        is_gone: whether the client has disconnected.
-        can_be_sent_again: whether all received messages are stored.
+        can_be_sent_again: whether all received messages are stored
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -61,7 +60,7 @@ class _StoredBody:
         self._kept: list[Message] = []
         self._next = 0
         self._size = 0
-        self.is_gone = False
+        self.is_gone = False  # whether the client has disconnected
 
     @property
     def can_be_sent_again(self) -> bool:
@@ -91,16 +90,12 @@ class _StoredBody:
 
 
 class _FrontAnswer:
-    """The answer of a request. Errors of Serve itself are converted to OpenAI's form.
-
-    Attributes:
-        is_started: whether the answer has begun.
-    """
+    """The answer of a request. Errors of Serve itself are converted to OpenAI's form."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._error: ApiError | None = None
-        self.is_started = False
+        self.is_started = False  # whether the answer has begun
 
     async def send(self, message: Message) -> None:
         """Send a message of ASGI to the client, or in place of Serve's error a converted one."""
@@ -124,10 +119,7 @@ class _FrontAnswer:
 
 
 def _serve_error(message: Message) -> ApiError | None:
-    """Return the error for an answer of Serve itself, or None for an answer of a replica.
-
-    Errors of replicas are JSON.
-    """
+    # Errors of replicas are JSON, those of Serve are not.
     status, headers = message["status"], {k.lower(): v for k, v in message["headers"]}
     if status < 400 or headers.get(b"content-type", b"").startswith(_JSON):
         return None

@@ -53,20 +53,13 @@ class GangFollower:
 
 
 class Gang:
-    """The followers of a replica, which the process of the replica starts and ends.
-
-    Args:
-        config: settings of the replica's engine.
-
-    Attributes:
-        config: settings of the leader, with its address and a free port.
-        secret: secret with which the hosts authenticate each other.
-    """
+    """The followers of a replica, which the process of the replica starts and ends."""
 
     def __init__(self, config: EngineConfig) -> None:
         address = ray.util.get_node_ip_address()
+        # Settings of the leader, with its address and a free port.
         self.config = replace(config, master_addr=address, master_port=_free_ports(address))
-        self.secret = secrets.token_bytes(32)
+        self.secret = secrets.token_bytes(32)  # secret with which the hosts authenticate each other
         group = ray.util.get_current_placement_group()
         assert group is not None  # set by the deployment
         self._actors: list[Any] = []

@@ -91,11 +91,7 @@ class FleetConfig:
             exact_int(scaling.get(name, 1), f"autoscaling_config.{name}", 0, MAX_REPLICAS)
 
     def is_fleet(self, nnodes: int = 1) -> bool:
-        """Return whether these settings need Ray Serve.
-
-        Args:
-            nnodes: number of hosts of an engine.
-        """
+        """Return whether these settings need Ray Serve."""
         return (
             self.data_parallel_size > 1
             or (nnodes > 1 and self.data_parallel_backend == "ray")
@@ -115,10 +111,7 @@ def resources_of(
     """Return the resources of each host of a replica, after a check of the cluster.
 
     Args:
-        fleet: settings of the replicas.
         total: resources of the cluster, by Ray's names.
-        devices: number of devices of a replica's model, on all of its hosts.
-        nnodes: number of hosts of a replica.
 
     Raises:
         InvalidRequest: the cluster has too few resources, or a host has fewer GPUs than devices.
@@ -166,9 +159,6 @@ def check_server(config: ServerConfig) -> None:
 
 def check_gang(engine: Any) -> None:
     """Check that an engine lacks settings of hosts which each replica chooses itself.
-
-    Args:
-        engine: an `EngineConfig`.
 
     Raises:
         InvalidRequest: names such a setting.

@@ -29,8 +29,6 @@ class ReplicaServer:
     """The models of a replica and the application that serves them.
 
     Args:
-        specs: the models.
-        config: settings of the server.
         secret: secret of the fleet, for the keys of pages and digests.
         rank: number of the replica among the running ones, from 0.
         reports_prefixes: record the served prefixes for a router.
@@ -102,8 +100,6 @@ def _of_rank(spec: ModelSpec, keys: Path, hosts: Path | None, ranks_before: int)
     """Return the specification of a model for one replica.
 
     Args:
-        spec: specification for all replicas.
-        keys: file with the secret of the fleet.
         hosts: file with the secret of the replica's hosts, or None.
         ranks_before: number of engines in replicas with a smaller rank.
     """

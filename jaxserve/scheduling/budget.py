@@ -53,7 +53,6 @@ def fitted(take: np.ndarray, total: int, sizes: np.ndarray) -> TokenShares:
     Returns:
         int32[R], the tokens of each row, and their sum.
     """
-
     long = np.flatnonzero(take > 1)
     if not len(long):
         return take, total
@@ -86,12 +85,10 @@ def would_part(table: SlotTable, running: np.ndarray, slots: np.ndarray, take: n
     would take twice the steps at half the batch.
 
     Args:
-        table: the slot table.
         running: int32[N], the slots of all running rows.
         slots: int32[R], the slots of the planned step.
         take: int32[R], the tokens that each planned row computes.
     """
-
     if not table.num_guided or not len(slots) or not table.is_guided[slots].all():
         return False
     return bool((take == 1).all()) and bool(awaits_token(table, running).any())
@@ -128,7 +125,6 @@ class LaunchLength:
 
         Args:
             submitted: the time of its submission (`time.perf_counter`).
-            num_steps: the number of its steps.
             now: the current time, if `submitted` is from another clock.
         """
         now = time.perf_counter() if now is None else now

@@ -14,43 +14,29 @@ from jaxserve.scheduling.slot_table import SlotTable
 
 @dataclass(eq=False)
 class StepResult:
-    """The effects of one committed launch.
+    """The effects of one committed launch."""
 
-    Attributes:
-        sequences: the sequence of each token in `token_ids`. After a launch of several steps, a
-            sequence occurs several times in succession.
-        token_ids: the sampled tokens.
-        finished: sequences that ended. They have a finish_reason and no slot.
-        drawn: bool[R], the rows of the plan that the tokens belong to.
-    """
-
+    # The sequence of each token in `token_ids`. After a launch of several steps, a sequence occurs
+    # several times in succession.
     sequences: list[Sequence]
     token_ids: list[int]
-    finished: list[Sequence]
-    drawn: np.ndarray
+    finished: list[Sequence]  # sequences that ended. They have a finish_reason and no slot.
+    drawn: np.ndarray  # bool[R], the rows of the plan that the tokens belong to
 
 
 class DrawnTokens(NamedTuple):
-    """The sampled tokens of a launch that its sequences keep.
+    """The sampled tokens of a launch that its sequences keep."""
 
-    Attributes:
-        drawn: bool[R], the rows of the plan that keep at least one token. Their number is N.
-        slots: intp[N], the slots of the N rows.
-        length: int32[N], the known tokens of each row, including the new ones.
-        counts: int32[N], the number of tokens that each row keeps, or None if it is one for each.
-        tokens: int32[sum(counts)], row by row.
-        is_stop: bool[N], whether the row's last token is a stop token.
-        is_last: bool[N], whether the row's last token ends the sequence, for any reason.
-        failed: bool[R], rows that ended with logits that were not finite, or None if no row did.
-    """
-
+    # bool[R], the rows of the plan that keep at least one token. Their number is N.
     drawn: np.ndarray
-    slots: np.ndarray
-    length: np.ndarray
+    slots: np.ndarray  # intp[N], the slots of the N rows
+    length: np.ndarray  # int32[N], the known tokens of each row, including the new ones
+    # int32[N], the number of tokens that each row keeps, or None if it is one for each.
     counts: np.ndarray | None
-    tokens: np.ndarray
-    is_stop: np.ndarray
-    is_last: np.ndarray
+    tokens: np.ndarray  # int32[sum(counts)], row by row
+    is_stop: np.ndarray  # bool[N], whether the row's last token is a stop token
+    is_last: np.ndarray  # bool[N], whether the row's last token ends the sequence, for any reason
+    # bool[R], rows that ended with logits that were not finite, or None if no row did.
     failed: np.ndarray | None
 
 
@@ -61,7 +47,6 @@ def draws_of(
 
     Args:
         table: the slot table, with the state before the launch is committed.
-        plan: the plan of the launch.
         token_ids: int32[R], or [num_steps, R] for a launch of several steps.
         ok: bool of the same shape, False where logits were not finite.
         current: bool[R], the rows whose sequence still holds the slot.
@@ -95,7 +80,6 @@ def _draws_of_several(
     As on the device, a row ends with its first stop token, at its maximum length, or with its
     first logits that are not finite.
     """
-
     slots, steps = plan.slots, np.arange(plan.num_steps)[:, None]
     num_known = table.num_known[slots] + steps  # [S, R], tokens before each draw
     stop_ids = table.stop_token_ids[slots, : table.max_stops]

@@ -15,19 +15,14 @@ class TokenLogprobs(NamedTuple):
 
     By default they describe the model's distribution before sampling parameters are applied.
     Other values of `logprobs_mode` change that.
-
-    Attributes:
-        logprob: float[N], natural logarithms.
-        rank: int32[N], 1 for the most likely token.
-        top_ids: int32[N, K], the K most likely tokens in descending order, or the listed tokens.
-        top_logprobs: float[N, K], the log-probabilities of `top_ids`.
-        top_ranks: int32[N, K], the ranks of listed tokens. None if the ranks are 1 to K.
     """
 
-    logprob: np.ndarray
-    rank: np.ndarray
+    logprob: np.ndarray  # float[N], natural logarithms
+    rank: np.ndarray  # int32[N], 1 for the most likely token
+    # int32[N, K], the K most likely tokens in descending order, or the listed tokens.
     top_ids: np.ndarray
-    top_logprobs: np.ndarray
+    top_logprobs: np.ndarray  # float[N, K], the log-probabilities of `top_ids`
+    # int32[N, K], the ranks of listed tokens. None if the ranks are 1 to K.
     top_ranks: np.ndarray | None = None
 
     def ranks(self) -> np.ndarray:
@@ -97,7 +92,6 @@ def _ranks(row: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _most_likely(row: np.ndarray, width: int) -> np.ndarray:
-    """Return the ids of the `width` greatest elements of float[V] in descending order."""
     if 0 < width < len(row):
         least = np.partition(row, len(row) - width)[len(row) - width]
         # Elements equal to `least` are sorted by id, and the last of them are dropped.
@@ -107,23 +101,18 @@ def _most_likely(row: np.ndarray, width: int) -> np.ndarray:
 
 
 class StepLogprobs(NamedTuple):
-    """The log-probabilities that a launch computed, for the rows that request them.
+    """The log-probabilities that a launch computed, for the rows that request them."""
 
-    Attributes:
-        widths: int32[R], the number of alternatives that each row requests. -1 if a row requests
-            no log-probabilities.
-        ends: int32[R], for each row the position after its last element in `logprobs`.
-        logprobs: T elements, one for the successor of each token of the step. R elements, one
-            for the sampled token of each row, if no row requests prompt scores. None if no
-            row requests any.
-        logits: float[R, V], the logits of each row's sampled token if the host scores them.
-        prompts: the log-probabilities of prompt tokens that the host computed, by row.
-    """
-
+    # int32[R], the number of alternatives that each row requests. -1 if a row requests no log-
+    # probabilities.
     widths: np.ndarray
-    ends: np.ndarray
+    ends: np.ndarray  # int32[R], for each row the position after its last element in `logprobs`
+    # T elements, one for the successor of each token of the step. R elements, one for the sampled
+    # token of each row, if no row requests prompt scores. None if no row requests any.
     logprobs: TokenLogprobs | None
+    # float[R, V], the logits of each row's sampled token if the host scores them.
     logits: np.ndarray | None = None
+    # The log-probabilities of prompt tokens that the host computed, by row.
     prompts: Mapping[int, TokenLogprobs] = MappingProxyType({})
 
     def of_draws(self, drawn: np.ndarray) -> list[TokenLogprobs | None]:
@@ -147,14 +136,8 @@ class PromptLogprobs:
     They survive preemption. Chunks that are computed again are written again, with equal values.
 
     Args:
-        num_prompt: the number of tokens of the prompt.
-        width: the number of alternatives per token.
         by_host: whether the host computes them: the device has too little room for the
             alternatives, or logits were requested.
-        as_logits: whether the values are logits.
-
-    Attributes:
-        is_sent: whether `take` has returned them.
     """
 
     def __init__(
@@ -163,7 +146,7 @@ class PromptLogprobs:
         self.width = width
         self.by_host = by_host
         self.as_logits = as_logits
-        self.is_sent = False
+        self.is_sent = False  # whether `take` has returned them
         self._num_tokens = num_prompt - 1
         self._filled = 0
         self._logprobs: TokenLogprobs | None = None
@@ -186,7 +169,6 @@ class PromptLogprobs:
 
     def take(self) -> TokenLogprobs:
         """Return all log-probabilities and release them. It can be called once."""
-
         assert self.is_complete and not self.is_sent
         logprobs, self._logprobs, self.is_sent = self._logprobs, None, True
         if logprobs is None:

@@ -45,8 +45,6 @@ class PageKeys:
     shares pages between engines must identify the model itself.
 
     Args:
-        max_tokens: the length of the longest sequence.
-        page_size: tokens per page.
         secret: at least SECRET_BYTES bytes, or None for a random secret of this process.
     """
 
@@ -99,12 +97,8 @@ def _numbers(secret: bytes, page_size: int, count: int) -> np.ndarray:
 
 
 def _sums(factors: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return u64[n, LANES]: the sum of factors u64[n, LANES, S] times tokens i32[n, S], mod 2**64.
-
-    Token ids are incremented by one. Otherwise token 0 would add zero, and pages of it would share
-    a key.
-    """
-
+    # Token ids are incremented by one. Otherwise token 0 would add zero, and pages of it would
+    # share a key.
     return np.einsum("nls,ns->nl", factors, tokens.astype(np.uint64) + np.uint64(1))
 
 

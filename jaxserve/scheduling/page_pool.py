@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxserve.scheduling.page_changes import Change, ClearedPages, RemovedPages
-from jaxserve.scheduling.page_index import PageIndex
+from jaxserve.scheduling.page_index import Change, ClearedPages, PageIndex, RemovedPages
 
 NULL_PAGE = 0
 NO_PAGES = np.zeros(0, np.int32)
@@ -20,15 +19,6 @@ class PagePool:
     A page is free if no sequence holds it. `allocate` returns blank free pages first, then cached
     free pages in the order of their release. Page 0 is the null page, the target of padding, and
     is never allocated. The cost of each operation is proportional to the number of its pages.
-
-    Attributes:
-        ref_count: int32[P], the number of sequences that hold each page.
-        is_cached: bool[P], whether the index finds the page by its key.
-        index: the cached pages by their keys.
-        on_change: called with each change of the set of cached pages, or None. `Publisher` calls
-            it for new pages.
-        num_changes: a counter that grows when pages become free or cached, so that a sequence
-            that did not fit before may fit.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -36,16 +26,22 @@ class PagePool:
             raise ValueError(f"a pool needs at least 2 pages (one is the null page): {num_pages}")
         self.num_pages = num_pages
         self.page_size = page_size
+        # A counter that grows when pages become free or cached, so that a sequence that did not fit
+        # before may fit.
         self.num_changes = 0
         self.num_evictions = 0
+        # Called with each change of the set of cached pages, or None. `Publisher` calls it for new
+        # pages.
         self.on_change: Callable[[Change], None] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Free all pages and remove all cached keys."""
+        # int32[P], the number of sequences that hold each page.
         self.ref_count = np.zeros(self.num_pages, np.int32)
+        # bool[P], whether the index finds the page by its key.
         self.is_cached = np.zeros(self.num_pages, bool)
-        self.index = PageIndex(self.num_pages)
+        self.index = PageIndex(self.num_pages)  # the cached pages by their keys
         # A stack whose top is its end. Low page ids are allocated first.
         self._blank = np.arange(self.num_pages - 1, 0, -1)
         self._num_blank = self.num_pages - 1
@@ -82,11 +78,8 @@ class PagePool:
         return pages
 
     def _evict(self, count: int) -> None:
-        """Evict the `count` cached pages that were released first: they become blank.
-
-        One in 64 of the remaining evictable pages is evicted too, because a call costs more than
-        a page.
-        """
+        # One in 64 of the remaining evictable pages is evicted too, as a call costs more than a
+        # page.
         count += (self._num_evictable - count) // 64
         pages = self._next_evictable(count)
         self._place_of[pages] = _NOWHERE
@@ -103,7 +96,6 @@ class PagePool:
         self._num_blank += len(pages)
 
     def _next_evictable(self, count: int) -> np.ndarray:
-        """Remove the first `count` pages from the eviction queue and return them."""
         parts: list[np.ndarray] = []
         while count:
             end = min(self._head + count, self._tail)
@@ -223,7 +215,6 @@ class PagePool:
         Raises:
             AssertionError: an invariant is broken. The message names it.
         """
-
         blank = self._blank[: self._num_blank]
         evictable = self._evictable()
         assert self.ref_count[NULL_PAGE] == 0, "the null page is held"
@@ -242,3 +233,28 @@ class PagePool:
         assert self.is_cached[evictable].all(), "an evictable page caches nothing"
         cached = np.flatnonzero(self.is_cached)
         assert np.array_equal(self.index.pages(), cached), "keys and cached pages differ"
+
+
+def most_pages(length: int, page_size: int, window: int | None, chunk: int) -> int:
+    """Return the most pages that a sequence of `length` tokens holds at once.
+
+    Pages outside the window are freed when the results of a step are read. The next step has then
+    been submitted already, so a sequence holds two chunks in addition to the window.
+
+    Args:
+        window: the positions that a token attends to, including its own. None for all.
+        chunk: the most tokens of the sequence that a step computes.
+    """
+    pages = -(-length // page_size)
+    if window is None:
+        return pages
+    return min(pages, -(-(window + 2 * chunk) // page_size) + 1)
+
+
+def longest_held(
+    num_pages: int, page_size: int, window: int | None, chunk: int, length: int
+) -> int:
+    """Return the length of the longest sequence, at most `length`, that fits into `num_pages`."""
+    if most_pages(length, page_size, window, chunk) <= num_pages:
+        return length
+    return num_pages * page_size

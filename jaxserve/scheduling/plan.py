@@ -24,26 +24,19 @@ class LaunchPlan:
 
     In a launch of several steps each row has one token, samples in every step, and computes the
     sampled token in the next step.
-
-    Attributes:
-        slots: intp[R]. NumPy is several times faster with indices of this type.
-        starts: int32[R], the number of tokens computed before this launch.
-        num_tokens: int32[R], the tokens of the first step, at least 1 per row.
-        samples: bool[R], whether the row reaches its last known token and samples the next one.
-        generations: int64[R], the generations of the slots. If a slot's generation has changed,
-            the slot has another sequence and the row's result is dropped.
-        num_steps: the number of steps.
-        total_tokens: the sum of `num_tokens`, computed here if it is -1.
-        row_steps: int32[R], the most steps of each row, or None for one per row.
     """
 
-    slots: np.ndarray
-    starts: np.ndarray
-    num_tokens: np.ndarray
+    slots: np.ndarray  # intp[R]. NumPy is several times faster with indices of this type.
+    starts: np.ndarray  # int32[R], the number of tokens computed before this launch
+    num_tokens: np.ndarray  # int32[R], the tokens of the first step, at least 1 per row
+    # bool[R], whether the row reaches its last known token and samples the next one.
     samples: np.ndarray
+    # int64[R], the generations of the slots. If a slot's generation has changed, the slot has
+    # another sequence and the row's result is dropped.
     generations: np.ndarray
     num_steps: int = 1
-    total_tokens: int = -1
+    total_tokens: int = -1  # the sum of `num_tokens`, computed here if it is -1
+    # int32[R], the most steps of each row, or None for one per row.
     row_steps: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +58,5 @@ class LaunchPlan:
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows one by one."""
-
         for row in zip(self.slots, self.starts, self.num_tokens, self.samples, strict=True):
             yield Row(int(row[0]), int(row[1]), int(row[2]), bool(row[3]))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.scheduling.page_changes import StoredPages
+from jaxserve.scheduling.page_index import StoredPages
 from jaxserve.scheduling.page_keys import PageKeys, PrefixKeys
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import LaunchPlan
-from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.slot_table import SlotTable, flat_ranges
 
 # Interval, in steps, at which the pages of decodes are published. A decode fills a page in about
 # 16 steps, and a call costs more than a page. Pages of prompts, and of sequences that end, are
@@ -22,7 +21,6 @@ class Publisher:
     """The publisher of running sequences' full pages to the prefix cache.
 
     Args:
-        pool: the page pool with the index of cached pages.
         slots: the slot table. Pages full of committed tokens can be published.
         enabled: whether pages are published at all.
         secret: the secret of page keys (see PageKeys).
@@ -55,10 +53,7 @@ class Publisher:
         """Record the tokens of a launch as committed, and publish the pages that are due.
 
         Args:
-            plan: the plan of the launch, whose results have been read.
             valid: bool[R], the rows that still belong to their sequence and had finite logits.
-            running: the slots of all running sequences.
-            ending: the slots of the sequences that end with this launch.
         """
         table = self.slots
         ends = plan.ends
@@ -131,11 +126,7 @@ class Publisher:
         )
 
     def _make_keys(self, slots: np.ndarray, full: np.ndarray) -> None:
-        """Compute the missing keys of each slot's first `full` pages.
-
-        Admission computed the keys of known tokens, so usually one page per slot is missing.
-        """
-
+        # Admission computed the keys of known tokens, so usually one page per slot is missing.
         table, size = self.slots, self.pool.page_size
         while len(slots := slots[(short := table.num_keys[slots] < full)]):
             full = full[short]

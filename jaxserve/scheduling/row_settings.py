@@ -43,8 +43,6 @@ def put_settings(words: memoryview, row: int, *values: float) -> None:
 
     Args:
         words: the memory of i32[R, W].
-        row: the row to write.
-        values: the values.
     """
     _HEAD.pack_into(words, row * words.itemsize * WIDTH, *values)
 
@@ -73,7 +71,6 @@ class Settings(NamedTuple, Generic[AnyArray]):
         Args:
             read: a function that returns a slice of columns, or one column, as another dtype.
         """
-
         parts: list[AnyArray] = []
         first = 0
         for dtype, count in _PARTS:

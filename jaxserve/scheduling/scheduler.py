@@ -15,31 +15,20 @@ import numpy as np
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, SamplerFeature
-from jaxserve.scheduling.budget import (
-    BESIDE_WAITING,
-    TokenShares,
-    awaits_token,
-    fitted,
-    shared,
-    would_part,
-)
+from jaxserve.scheduling import budget as budgets
 from jaxserve.scheduling.commit_result import StepResult, draws_of
-from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
+from jaxserve.scheduling.page_pool import NO_PAGES, PagePool, most_pages
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.publishing import Publisher
-from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
-from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.slot_table import SlotTable, flat_ranges
 from jaxserve.scheduling.waiting import WaitingQueue
-from jaxserve.scheduling.window_pages import most_pages
 
 
 class Scheduler:
     """The scheduler of one page pool and one slot table: admission, chunks, pages, preemption.
 
     Args:
-        pool: the page pool.
-        slots: the slot table.
         max_num_batched_tokens: the token budget of a step. It is at least the number of slots, so
             that every running sequence advances in every step.
         long_prefill_token_threshold: the most tokens of one row, or 0 for no limit.
@@ -152,12 +141,12 @@ class Scheduler:
         slots, rows = self._running, take.nonzero()[0]
         if len(rows) < len(take):
             slots, take = slots[rows], take[rows]
-        if not len(slots) or would_part(self.slots, self._running, slots, take):
+        if not len(slots) or budgets.would_part(self.slots, self._running, slots, take):
             return None
         return self._plan(slots, take, total)
 
-    def _fitted(self, take: np.ndarray, total: int) -> TokenShares:
-        return fitted(take, total, self.token_sizes)
+    def _fitted(self, take: np.ndarray, total: int) -> budgets.TokenShares:
+        return budgets.fitted(take, total, self.token_sizes)
 
     def _plan(
         self, slots: np.ndarray, take: np.ndarray, total: int, num_steps: int = 1
@@ -198,8 +187,8 @@ class Scheduler:
             max_steps = 1 if may_enter else min(max_steps, int(remaining.min()))
             if max_steps < 2:
                 return None
-        if table.num_guided and (is_waiting := awaits_token(table, running)).any():
-            remaining[is_waiting], max_steps = 0, min(max_steps, BESIDE_WAITING)
+        if table.num_guided and (is_waiting := budgets.awaits_token(table, running)).any():
+            remaining[is_waiting], max_steps = 0, min(max_steps, budgets.BESIDE_WAITING)
         slots = running[remaining > 0]
         alone = table.is_guided[slots] | (table.features[slots] & SamplerFeature.SCORES)
         if not len(slots) or alone.any():
@@ -239,18 +228,18 @@ class Scheduler:
             self._preempt(int(running[-1]))
             preempted = True
 
-    def _share_budget(self) -> TokenShares:
+    def _share_budget(self) -> budgets.TokenShares:
         running, table = self._running, self.slots
         length = table.length[running]
         need = length - table.num_computed[running]
         # The last token of these sequences is in flight, and they end when it is read.
         need[length >= table.stop_length[running]] = 0
         if table.num_guided:
-            need[awaits_token(table, running)] = 0
+            need[budgets.awaits_token(table, running)] = 0
         total = int(need.sum())
         if total <= min(self.max_row_tokens, self.max_num_batched_tokens):
             return need, total
-        return shared(np.minimum(need, self.max_row_tokens), self.max_num_batched_tokens)
+        return budgets.shared(np.minimum(need, self.max_row_tokens), self.max_num_batched_tokens)
 
     def _preempt(self, slot: int) -> None:
         # The sequence will find its own pages in the prefix cache, or compute them again.
@@ -266,7 +255,7 @@ class Scheduler:
             self._preempt(slot)
         self.waiting.rank_anew(precedence)
 
-    def _admit(self, take: np.ndarray, total: int) -> TokenShares:
+    def _admit(self, take: np.ndarray, total: int) -> budgets.TokenShares:
         """Admit waiting sequences while slots, pages and token budget suffice.
 
         Return the tokens of all running rows, and their sum.
@@ -410,7 +399,6 @@ class Scheduler:
         Raises:
             AssertionError: an invariant is broken. The message names it.
         """
-
         check_invariants(self.pool, self.slots, self.waiting, self._running)
 
 
@@ -420,15 +408,11 @@ def check_invariants(
     """Check all invariants of a scheduler's state between two steps.
 
     Args:
-        pool: the page pool.
-        table: the slot table.
-        waiting: the waiting queue.
         running: the slots of running sequences, in rank order.
 
     Raises:
         AssertionError: an invariant is broken. The message names it.
     """
-
     pool.check(table.held(pool.num_pages))
     slots = running.tolist()
     assert len(set(slots)) == len(slots), "a slot runs twice"

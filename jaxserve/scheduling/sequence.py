@@ -20,45 +20,32 @@ class Sequence:
 
     While a sequence has a slot, its tokens and counters are in the slot table's columns, where a
     step over hundreds of sequences takes a few array operations.
-
-    Attributes:
-        request: the request.
-        arrival: the position in the order of arrival, unique.
-        token_ids: int32[known tokens], valid while the sequence waits and after its end: the
-            prompt and, after a preemption, the generated tokens.
-        index: the number of the completion within the request.
-        seed: the seed of the completion.
-        prefix_keys: the keys of the full pages of `token_ids`, once they have been computed.
-        slot: the row of the slot table, or NO_SLOT.
-        num_cached: the prompt tokens found in the prefix cache at the first admission, -1 before.
-        started: the time of the first admission by the scheduler's `now`, 0 before.
-        num_preemptions: the number of preemptions.
-        num_failures: the failed steps that the sequence may have caused (see `engine.recovery`).
-        precedence: sequences of higher precedence are served first, regardless of priority.
-        prompt_logprobs: the log-probabilities of the prompt, or None if they are not requested.
-        constraint: the grammar constraint of the text (see `text.grammars`), or None.
-        blocked_at: the pool's `num_changes` when the sequence last did not fit (see Scheduler).
-        finish_reason: the reason of the end, None before.
-        stop_token: the stop token that ended the sequence, if one did.
     """
 
     request: Request
-    arrival: int
+    arrival: int  # the position in the order of arrival, unique
+    # int32[known tokens], valid while the sequence waits and after its end: the prompt and, after a
+    # preemption, the generated tokens.
     token_ids: np.ndarray
-    index: int = 0
+    index: int = 0  # the number of the completion within the request
     seed: int = 0
+    # The keys of the full pages of `token_ids`, once they have been computed.
     prefix_keys: PrefixKeys | None = None
-    slot: int = NO_SLOT
+    slot: int = NO_SLOT  # the row of the slot table, or NO_SLOT
+    # The prompt tokens found in the prefix cache at the first admission, -1 before.
     num_cached: int = -1
-    started: float = 0.0
+    started: float = 0.0  # the time of the first admission by the scheduler's `now`, 0 before
     num_preemptions: int = 0
+    # The failed steps that the sequence may have caused (see `engine.recovery`).
     num_failures: int = 0
-    precedence: int = 0
+    precedence: int = 0  # sequences of higher precedence are served first, regardless of priority
+    # The pool's `num_changes` when the sequence last did not fit (see Scheduler).
     blocked_at: int = -1
+    # The log-probabilities of the prompt, or None if they are not requested.
     prompt_logprobs: PromptLogprobs | None = None
-    constraint: Any = None
-    finish_reason: FinishReason | None = None
-    stop_token: int | None = None
+    constraint: Any = None  # the grammar constraint of the text (see `text.grammars`), or None
+    finish_reason: FinishReason | None = None  # the reason of the end, None before
+    stop_token: int | None = None  # the stop token that ended the sequence, if one did
 
     @property
     def num_prompt(self) -> int:
@@ -72,5 +59,4 @@ class Sequence:
 
     def output_token_ids(self) -> list[int]:
         """Return the generated tokens of a finished sequence."""
-
         return self.token_ids[self.num_prompt :].tolist()

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplerFeature
 from jaxserve.scheduling.page_keys import LANES, WORDS
 from jaxserve.scheduling.page_pool import NULL_PAGE
-from jaxserve.scheduling.ranges import flat_ranges
 from jaxserve.scheduling.row_settings import WIDTH, Settings, put_settings
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 
@@ -155,11 +154,8 @@ class SlotTable:
         still due. `max_stops` and `has_prompt_logprobs` are updated.
         """
         request = sequence.request
-        sampling, stops, features = (
-            request.sampling,
-            request.stop_token_ids,
-            request.sampling.features,
-        )
+        sampling, stops = request.sampling, request.stop_token_ids
+        features = sampling.features
         if self.scores_on_host and features & _LOGPROBS:
             features ^= _LOGPROBS | _LOGITS
         if sequence.lacks_prompt_logprobs:
@@ -286,9 +282,17 @@ class SlotTable:
 
     def held(self, num_pages: int) -> np.ndarray:
         """Return int32[num_pages]: the number of slots that list each page."""
-
         counts = np.zeros(num_pages, np.int32)
         for slot, sequence in enumerate(self.sequences):
             if sequence is not None:
                 np.add.at(counts, self.pages(slot), 1)
         return counts
+
+
+def flat_ranges(
+    slots: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return all pairs (slot, n) with first <= n < last, slot by slot, as two arrays."""
+    counts = last - first
+    owner = slots.repeat(counts)
+    return owner, np.arange(len(owner)) + (last - counts.cumsum()).repeat(counts)

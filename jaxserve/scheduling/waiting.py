@@ -80,7 +80,6 @@ class WaitingQueue:
 
     def rank_anew(self, precedence: Callable[[Sequence], int]) -> None:
         """Assign a new precedence to each waiting sequence and sort the queue."""
-
         waiting = list(self)
         for sequence in waiting:
             sequence.precedence = precedence(sequence)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING_FORMATS
+from jaxserve.server.tool_calls.formats import CALL_FORMATS
+from jaxserve.server.tool_calls.thoughts import THINKING_FORMATS
 from jaxserve.settings.checks import exact_int, finite_float
 
 MAX_SOCKET_PATH = 107  # bytes, by Linux
@@ -48,22 +47,9 @@ _SECONDS = (
 _ENDPOINT = re.compile(r"((https?|grpc)://)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[\w./%~-]*)?")
 
 
-def check_files_dir(config: ServerConfig) -> None:
-    """Create `files_dir` if it is missing, and check that files can be written to it.
-
-    Raises:
-        InvalidRequest: names the folder and the reason.
-    """
-    if config.files_dir is None:
-        return
-    folder = Path(config.files_dir).absolute()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        reason = f"files cannot be written to {folder} ({error.strerror})"
-        raise InvalidRequest(f"files_dir: {reason}", "files_dir") from error
+Texts = tuple[str, ...] | list[str] | None
+# For the command line: an option has several words, or is repeated for each entry.
+_WORDS, _ENTRIES = {"words": True}, {"entries": True}
 
 
 @dataclass(frozen=True)
@@ -163,18 +149,12 @@ class ServerConfig:
     headless: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_name: tuple[str, ...] | list[str] | None = field(
-        default=None, metadata={"words": True}
-    )
+    served_model_name: Texts = field(default=None, metadata=_WORDS)
     model_weights: str | None = None
-    api_key: tuple[str, ...] | list[str] | None = None
+    api_key: Texts = None
     insecure: bool = False
-    allowed_origins: tuple[str, ...] | list[str] | None = field(
-        default=None, metadata={"entries": True}
-    )
-    allowed_hosts: tuple[str, ...] | list[str] | None = field(
-        default=None, metadata={"entries": True}
-    )
+    allowed_origins: Texts = field(default=None, metadata=_ENTRIES)
+    allowed_hosts: Texts = field(default=None, metadata=_ENTRIES)
     strict: bool = False
     share_prefix_cache: bool = False
     max_num_queued_reqs: int | None = None
@@ -226,12 +206,8 @@ class ServerConfig:
     ssl_cert_reqs: int = 0
     ssl_ciphers: str | None = None
     allow_credentials: bool = False
-    allowed_methods: tuple[str, ...] | list[str] | None = field(
-        default=None, metadata={"entries": True}
-    )
-    allowed_headers: tuple[str, ...] | list[str] | None = field(
-        default=None, metadata={"entries": True}
-    )
+    allowed_methods: Texts = field(default=None, metadata=_ENTRIES)
+    allowed_headers: Texts = field(default=None, metadata=_ENTRIES)
 
     def __post_init__(self) -> None:
         for name, (low, high) in _COUNTS.items():
@@ -242,16 +218,15 @@ class ServerConfig:
         for name in _SECONDS:
             if finite_float(getattr(self, name), name) <= 0:
                 raise InvalidRequest(f"{name} must be more than 0 seconds", name)
-        parsers = (("tool_call_parser", CALL_FORMATS), ("reasoning_parser", THINKING_FORMATS))
-        for name, formats in parsers:
+        parsers = {"tool_call_parser": CALL_FORMATS, "reasoning_parser": THINKING_FORMATS}
+        for name, formats in parsers.items():
             if getattr(self, name) not in (None, "none", *formats):
                 raise InvalidRequest(f"{name} must be none, {', '.join(formats)}", name)
         self._check_names()
         if not 1 <= len(self.response_role) <= 64:
             raise InvalidRequest("response_role must have 1 to 64 characters", "response_role")
-        if self.otlp_traces_endpoint is not None and not _ENDPOINT.fullmatch(
-            self.otlp_traces_endpoint
-        ):
+        collector = self.otlp_traces_endpoint
+        if collector is not None and not _ENDPOINT.fullmatch(collector):
             raise InvalidRequest(
                 "otlp_traces_endpoint must be a URL like http://HOST:4318/v1/traces, or HOST:4317",
                 "otlp_traces_endpoint",
@@ -308,9 +283,7 @@ class ServerConfig:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        if self.uds is not None:
-            return True
-        if self.host == "localhost":
+        if self.uds is not None or self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback

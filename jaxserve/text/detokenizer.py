@@ -21,10 +21,6 @@ class Detokenizer:
 
     Incomplete characters and text that may begin a stop string are held back. Bytes that never
     become a character are handled by `finish`.
-
-    Attributes:
-        text: all decoded text, cut at the stop string once it is found.
-        stop: the stop string that was found, or None.
     """
 
     def __init__(
@@ -53,8 +49,8 @@ class Detokenizer:
         self._search_from = 0  # index from which a stop string may begin
         self._held_from = 0  # index at which text was last held back
         self._num_emitted = 0
-        self.text = ""
-        self.stop: str | None = None
+        self.text = ""  # all decoded text, cut at the stop string once it is found
+        self.stop: str | None = None  # the stop string that was found, or None
 
     def add(self, token_id: int) -> bool:
         """Decode one more token. Return whether its text completes a stop string."""
@@ -123,10 +119,7 @@ class Detokenizer:
 
 
 def _after(before: str, whole: str) -> str:
-    """Return the rest of `whole` after its common prefix with `before`.
-
-    A character that was incomplete in `before` belongs to the rest.
-    """
+    # A character that was incomplete in `before` belongs to the rest.
     pairs = enumerate(zip(before, whole, strict=False))
     same = min(len(before), len(whole))
     return whole[next((index for index, (a, b) in pairs if a != b), same) :]

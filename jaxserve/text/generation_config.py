@@ -1,4 +1,4 @@
-"""Sampling settings and lengths that a checkpoint recommends in generation_config.json."""
+"""Sampling settings and lengths that a checkpoint recommends, and those of interactive chats."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.settings.checks import exact_int, flag
+from jaxserve.settings.config import EngineConfig
 
 MAX_BYTES = 1 << 20
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -68,14 +69,24 @@ def recommends_sampling(generation_config: Mapping[str, Any]) -> bool:
 
 
 def default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling settings that a checkpoint recommends.
-
-    Args:
-        generation_config: result of `read_generation_config`.
-    """
+    """Return the sampling settings that a checkpoint recommends."""
     chosen = {n: generation_config[n] for n in _SAMPLING if generation_config.get(n) is not None}
     if generation_config.get("max_new_tokens") is not None:
         chosen["max_tokens"] = generation_config["max_new_tokens"]
     if generation_config.get("do_sample") is False:
         chosen["temperature"] = 0.0
     return SamplingParams(**chosen)
+
+
+# Sampling parameters of interactive chats if the checkpoint recommends none, as in GGUF files. They
+# are llama.cpp's, except its top_k. The HTTP API and `LLM` have vLLM's: temperature 1, all tokens.
+CHAT_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
+
+
+def chat_sampling(is_recommended: bool, config: EngineConfig) -> dict[str, float]:
+    """Return the sampling parameters of a chat.
+
+    The result is empty if the checkpoint recommends parameters, or if the user chose the API's
+    defaults with generation_config="vllm".
+    """
+    return {} if is_recommended or config.generation_config == "vllm" else CHAT_SAMPLING

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,17 +28,15 @@ from jaxserve.text.tokenizer_limits import check_listed_words
 _log = logging.getLogger(__name__)
 
 # Vocabulary kinds that llama.cpp supports and this module does not, with the missing feature.
-_MISSING = MappingProxyType(
-    {
-        "t5": "a vocabulary of unigrams",
-        "bert": "WordPiece",
-        "rwkv": "RWKV's greedy search for the longest token",
-        "plamo2": "PLaMo-2's search for the best path",
-        "gemma4": "merges of characters with bytes to fall back on",
-        "hybriddna": "merges beside words of DNA",
-        "whitespace": "whole words between blanks",
-    }
-)
+_MISSING = {
+    "t5": "a vocabulary of unigrams",
+    "bert": "WordPiece",
+    "rwkv": "RWKV's greedy search for the longest token",
+    "plamo2": "PLaMo-2's search for the best path",
+    "gemma4": "merges of characters with bytes to fall back on",
+    "hybriddna": "merges beside words of DNA",
+    "whitespace": "whole words between blanks",
+}
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types that are recognized as whole texts
 _WHOLE = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _PER_TOKEN = ("tokens", "scores", "token_type")
@@ -57,9 +54,6 @@ def gguf_tokenizer(
     metadata: Mapping[str, Any], where: str, vocab_size: int | None = None
 ) -> PlainTokenizer:
     """Return the tokenizer described by the metadata of a GGUF file.
-
-    Args:
-        where: name of the file in errors.
 
     Raises:
         CheckpointError: the tokenizer is missing, of an unknown kind, or inconsistent.
@@ -129,11 +123,7 @@ def _tokenizer(metadata: Mapping[str, Any], vocab_size: int | None) -> PlainToke
 
 
 def _kind(metadata: Mapping[str, Any]) -> str:
-    """Return the kind of the vocabulary.
-
-    Raises:
-        CheckpointError: the kind is not supported, or there are no tokens.
-    """
+    """Return the kind of the vocabulary."""
     kind: Any = metadata.get("tokenizer.ggml.model")
     if kind in _MISSING:
         raise CheckpointError(
@@ -152,9 +142,6 @@ def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[in
     """Return the type of each token. Tokens that end answers count as control tokens.
 
     Files often give them a wrong type.
-
-    Raises:
-        CheckpointError: types, scores and tokens have different lengths.
     """
     lists = {name: _plain(metadata.get(f"tokenizer.ggml.{name}")) for name in _PER_TOKEN}
     sizes = {name: len(value) for name, value in lists.items() if isinstance(value, list)}
@@ -169,11 +156,7 @@ def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[in
 
 
 def _split(metadata: Mapping[str, Any]) -> TextSplit:
-    """Return how a byte-level vocabulary splits text before merging.
-
-    Raises:
-        CheckpointError: the split that the file names is not supported.
-    """
+    """Return how a byte-level vocabulary splits text before merging."""
     name = metadata.get("tokenizer.ggml.pre")
     if not name:
         _log.warning("tokenizer.ggml.pre is missing: text is split as llama.cpp does by default")
@@ -257,9 +240,7 @@ def _with_scores(
 
 
 def _merges(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that form a token, best score first, then longest left part
-    first.
-    """
+    """Return the pairs of tokens that form a token, by best score, then by longest left part."""
     # Tokens are usually in order, so sorting is fast.
     tokens = sorted(zip(scores, vocab, strict=True), key=itemgetter(0), reverse=True)
     merges = [

@@ -21,18 +21,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Rules that split text into words.
+    """Rules that split text into words."""
 
-    Attributes:
-        patterns: patterns, applied in order, each to the words of the previous one. Text that a
-            pattern does not match becomes a word of its own.
-        ignore_merges: True if a word that is a token is encoded as that token regardless of merges.
-        begins: True if a text begins with the BOS token, unless the file says otherwise.
-    """
-
+    # Patterns, applied in order, each to the words of the previous one. Text that a pattern does
+    # not match becomes a word of its own.
     patterns: tuple[str, ...]
+    # True if a word that is a token is encoded as that token regardless of merges.
     ignore_merges: bool = False
-    begins: bool = False
+    begins: bool = False  # True if a text begins with the BOS token, unless the file says otherwise
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -214,11 +210,7 @@ _NAMED = ("eos", "eot", "eom", *_CODE_ENDS)
 
 
 def end_texts(types: Mapping[str, int]) -> set[str]:
-    """Return the texts in a vocabulary that end an answer regardless of the metadata.
-
-    Args:
-        types: token types by text.
-    """
+    """Return the texts in a vocabulary that end an answer regardless of the metadata."""
     ends = set(TEXTS.intersection(types))
     if ends & {"<|call|>", "<|calls|>"} and ends & {"<|return|>", "<|flush|>"}:
         ends.discard("<|end|>")  # ends only a part of an answer
@@ -228,9 +220,7 @@ def end_texts(types: Mapping[str, int]) -> set[str]:
 
 
 def gguf_ends(metadata: Mapping[str, Any]) -> list[Any]:
-    """Return the ids of tokens that end an answer, without checking them, the metadata's ids
-    first.
-    """
+    """Return the unchecked ids of tokens that end an answer, the metadata's ids first."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, list) else []
     types = metadata.get("tokenizer.ggml.token_type")

@@ -29,7 +29,6 @@ def vocabulary_for_grammars(source: str, vocab_size: int) -> tuple[str, dict[str
     become vocabulary entries. Normalizers are removed, since constrained text must stay unchanged.
 
     Args:
-        source: text of a tokenizer.json.
         vocab_size: number of logits. Higher ids are removed, and missing ids become special tokens.
 
     Returns:

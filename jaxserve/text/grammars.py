@@ -78,7 +78,6 @@ class _Account:
 
     Args:
         clock: function that returns the CPU time of the calling thread in seconds.
-        work: total of the format, to which the time is added.
     """
 
     def __init__(self, clock: Clock, work: _Work) -> None:
@@ -180,7 +179,6 @@ class Grammars:
 
     Args:
         tokenizer: function that returns the text of a tokenizer.json, called when first needed.
-        ends: token ids that end a sequence.
         clock: function that returns the CPU time of the calling thread in seconds.
     """
 
@@ -265,7 +263,7 @@ class Grammars:
                 self._bytes -= len(key[1])
 
     def _is_full(self) -> bool:
-        """Return whether a format must be evicted. Even a single format may exceed the limits."""
+        # Even a single format may exceed the limits.
         constraints = (form for form in self._known.values() if isinstance(form, Constraint))
         return (
             len(self._known) > MAX_CACHED
@@ -284,11 +282,7 @@ def grammars_of(
 
 
 def schema_problem(schema: dict[str, Any], lenient: bool) -> str | None:
-    """Return the error of compiling a JSON schema, or None.
-
-    Args:
-        lenient: True if unsupported keywords are ignored.
-    """
+    """Return the error of compiling a JSON schema, or None."""
     from llguidance import LLMatcher
 
     options: Any = {"whitespace_flexible": False, "lenient": lenient}
@@ -328,10 +322,6 @@ def grammar_source(
     params: StructuredOutputsParams, named: Mapping[str, int], is_special: Callable[[int], bool]
 ) -> str:
     """Return a format in llguidance's grammar language.
-
-    Args:
-        named: ids of added tokens by text.
-        is_special: function that tells whether a token is special.
 
     Raises:
         ValueError: the format is invalid.

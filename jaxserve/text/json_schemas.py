@@ -98,9 +98,7 @@ def enforceable(
     Malformed and unsupported keywords are removed and logged. Names and types of properties remain.
 
     Args:
-        is_strict: True if a keyword that cannot be enforced is an error.
         owner: name of the schema's owner in the log.
-        problem: function that returns the error of compiling a schema.
 
     Raises:
         UnenforceableSchema: the schema is strict, and a keyword cannot be enforced.
@@ -156,12 +154,8 @@ def _regex_check(problem: Problem) -> Callable[[Any], bool]:
 
 
 def _without_faults(schema: Any, is_regex: Callable[[Any], bool] | None) -> tuple[Any, list[str]]:
-    """Return a copy of a schema without its faults, and their paths.
-
-    Args:
-        is_regex: function that checks a pattern. With None, only malformed values are faults, not
-            keywords that grammars do not support.
-    """
+    # With `is_regex` None, only malformed values are faults, not keywords that grammars cannot
+    # enforce.
     left_out: list[str] = []
     # Removing a fault may leave a reference without target, which is another fault.
     while faults := _Faults(schema, is_regex).found:
@@ -173,19 +167,15 @@ def _without_faults(schema: Any, is_regex: Callable[[Any], bool] | None) -> tupl
 
 
 class _Faults:
-    """Faults of a schema: malformed keywords, and keywords that grammars cannot enforce.
-
-    Attributes:
-        found: path and replacement of each fault. `_GONE` removes the value.
-        places: paths of all schemas that were visited.
-    """
+    """Faults of a schema: malformed keywords, and keywords that grammars cannot enforce."""
 
     def __init__(self, root: Any, is_regex: Callable[[Any], bool] | None = None) -> None:
         self._root = root
         self._is_regex = is_regex
         self._loops: dict[Path, bool] = {}
+        # Path and replacement of each fault. `_GONE` removes the value.
         self.found: list[tuple[Path, Any]] = []
-        self.places: list[Path] = []
+        self.places: list[Path] = []  # paths of all schemas that were visited
         self._waiting: list[tuple[Path, Any]] = [((), root)]
         seen: set[int] = set()
         while self._waiting:

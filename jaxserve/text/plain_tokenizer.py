@@ -39,7 +39,6 @@ class PlainTokenizer:
 
     Args:
         named: texts of special tokens by names such as "eos_token".
-        extra: texts of other special tokens.
     """
 
     def __init__(

@@ -31,7 +31,6 @@ class PromptEncoder:
 
     Args:
         added: ids of added tokens by text.
-        special: ids of special tokens.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class PromptEncoder:
         self._unknown = self._unknown_id()
 
     def _unknown_id(self) -> int | None:
-        """Return the id that the model gives to unknown text, if it is the id of an added token."""
         text: str | None = getattr(self._backend.model, "unk_token", None)
         if text is not None:
             return self._backend.token_to_id(text)
@@ -177,7 +175,6 @@ class PromptEncoder:
         next).
 
         Args:
-            token: id of the token.
             word: text that became this token.
             start: index of this text.
         """

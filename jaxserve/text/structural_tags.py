@@ -17,17 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.text.added_texts import pattern_of_any
-from jaxserve.text.structural_tag_fields import (
-    content_field,
-    elements_field,
-    flag_field,
-    from_older,
-    list_field,
-    number_field,
-    tags_field,
-    text_field,
-    texts_field,
-)
 
 # Any text, and any non-empty text.
 _BASIS = ("ANY: /(?s:.*)/", "SOME: /(?s:.+)/")
@@ -44,17 +33,11 @@ TYPES = tuple(
 
 @dataclass(frozen=True)
 class _Ending:
-    """Text or token that closes a tag, and thereby the free text before it.
+    """Text or token that closes a tag, and thereby the free text before it."""
 
-    Attributes:
-        stop: terminal of the texts that end free text, or None.
-        prefix: terminal of the text before a special token, or None.
-        token: Lark term of the special token and the text after it, or "".
-    """
-
-    stop: str | None = None
-    prefix: str | None = None
-    token: str = ""
+    stop: str | None = None  # terminal of the texts that end free text, or None
+    prefix: str | None = None  # terminal of the text before a special token, or None
+    token: str = ""  # Lark term of the special token and the text after it, or ""
 
     @property
     def rule(self) -> str:
@@ -75,7 +58,6 @@ def structural_tag_grammar(
 
     Args:
         tag: {"type": "structural_tag", "format": ...}, or the older {"structures", "triggers"}.
-        specials: ids of special tokens by text.
         schema_rule: function that returns the right side of a rule for a JSON schema. Its second
             argument is the maximum length of white space, None for the default.
         grammar_rule: function that returns the right side of a rule for a grammar.
@@ -110,11 +92,7 @@ def _pattern(form: Mapping[str, Any]) -> str:
 
 
 class _Writer:
-    """Writer of the rules and terminals of one grammar; see `structural_tag_grammar`.
-
-    Attributes:
-        lines: rules and terminals written so far.
-    """
+    """Writer of the rules and terminals of one grammar; see `structural_tag_grammar`."""
 
     def __init__(
         self,
@@ -126,13 +104,10 @@ class _Writer:
         self._special = re.compile(f"({pattern_of_any(self._specials)})")
         self._schema_rule = schema_rule
         self._grammar_rule = grammar_rule
-        self.lines: list[str] = []
+        self.lines: list[str] = []  # rules and terminals written so far
         self._size = 0
 
     def _put(self, name: str, right: str) -> str:
-        """Write a rule (lower-case `name`) or terminal (upper-case), and return its numbered
-        name.
-        """
         named = f"{name}{len(self.lines)}"
         self._size += len(right)
         if self._size > _MAX_SIZE:
@@ -173,9 +148,7 @@ class _Writer:
         return getattr(self, f"_write_{kind}")(form, ending)
 
     def _regular(self, form: Mapping[str, Any], stop: str | None = None) -> str | None:
-        """Return the terminal of a format and its end `stop`, or None if the format is not
-        regular.
-        """
+        """Return the terminal of a format and its end `stop`, or None if it is not regular."""
         kind, behind = form.get("type"), f" {stop}" if stop else ""
         if kind == "const_string":
             value = text_field(form, "value")
@@ -282,9 +255,7 @@ class _Writer:
     def _write_behind(
         self, run: list[Mapping[str, Any]], element: Mapping[str, Any], ending: _Ending
     ) -> str:
-        """Write the regular formats of `run` and the format after them, which ends free text
-        in `run`.
-        """
+        """Write the regular formats `run` and the format after them, which ends their free text."""
         if not run:
             return self.write(element, ending)
         if run[-1].get("type") != "any_text":
@@ -397,3 +368,87 @@ class _Writer:
         if loops:
             return self._put("r", f"{tagged}* {rest}")
         return self._put("r", f"{tagged} {ending.rule} | {rest}")
+
+
+# Typed access to the fields of structural tags. Invalid fields raise ValueError.
+
+
+def from_older(tag: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the older form of a structural tag (`structures`, `triggers`) to a format."""
+    structures = list_field(tag, "structures")
+    if not structures or not all(isinstance(entry, Mapping) for entry in structures):
+        raise ValueError("structures must be a list of objects with begin, schema and end")
+    tags = [
+        {
+            "type": "tag",
+            "begin": text_field(structure, "begin"),
+            "content": {"type": "json_schema", "json_schema": structure.get("schema") or {}},
+            "end": text_field(structure, "end"),
+        }
+        for structure in structures
+    ]
+    return {"type": "triggered_tags", "tags": tags, "triggers": tag.get("triggers")}
+
+
+def text_field(form: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    """Return the string field `name`."""
+    value = form.get(name, default)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text")
+    return value
+
+
+def list_field(form: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the list field `name`."""
+    value = form.get(name)
+    if not isinstance(value, list):
+        raise ValueError(f"{name} must be a list")
+    return value
+
+
+def texts_field(form: Mapping[str, Any], name: str) -> list[str]:
+    """Return the field `name`, a list of non-empty strings, [] by default."""
+    value = form.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
+        raise ValueError(f"{name} must be a list of texts that are not empty")
+    return value
+
+
+def flag_field(form: Mapping[str, Any], name: str) -> bool:
+    """Return the boolean field `name`, False by default."""
+    value = form.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false")
+    return value
+
+
+def number_field(form: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    """Return the integer field `name`, which must be from `low` to `high`."""
+    value = form.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer of {low} to {high}")
+    return value
+
+
+def content_field(form: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the format in the field `content`."""
+    content = form.get("content")
+    if not isinstance(content, Mapping):
+        raise ValueError("content must be a format, an object with a type")
+    return content
+
+
+def elements_field(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the formats in the field `elements`, at least one."""
+    elements = list_field(form, "elements")
+    if not elements or not all(isinstance(element, Mapping) for element in elements):
+        raise ValueError("elements must be a list of formats, at least one")
+    return elements
+
+
+def tags_field(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the tags in the field `tags`, at least one."""
+    tags = list_field(form, "tags")
+    if not tags or not all(isinstance(t, Mapping) and t.get("type", "tag") == "tag" for t in tags):
+        raise ValueError("tags must be a list of tags, at least one")
+    return tags

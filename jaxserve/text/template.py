@@ -16,7 +16,7 @@ from jinja2 import nodes
 
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.text import HOW_TO_GIVE, NAMED_TEMPLATES, TEMPLATE_FOLDER
-from jaxserve.text.content_format import TextRoles
+from jaxserve.text.messages import TextRoles
 from jaxserve.text.template_budget import Budget, TemplateTooLong, weigh
 from jaxserve.text.template_sandbox import Sandbox
 
@@ -35,11 +35,6 @@ class ChatTemplate:
     Args:
         max_nodes: maximum nodes in its syntax tree.
 
-    Attributes:
-        text_roles: roles whose messages have text as content; the other roles have lists of parts.
-            None means text for all roles, as for most templates.
-        constants: strings that the template compares with or prints.
-
     Raises:
         jinja2.TemplateError, ValueError: the source is invalid or too large.
     """
@@ -48,12 +43,15 @@ class ChatTemplate:
         if len(source) > MAX_SOURCE_CHARS:
             raise ValueError(f"the chat template has more than {MAX_SOURCE_CHARS} characters")
         self.source = source
+        # Roles whose messages have text as content; the other roles have lists of parts. None means
+        # text for all roles, as for most templates.
         self.text_roles: TextRoles = None
         self._sandbox = Sandbox(max_nodes)
         try:
             parsed = self._sandbox.parse(source)
             self._names = {node.name for node in parsed.find_all(nodes.Name)}
             constants = (node.value for node in parsed.find_all(nodes.Const))
+            # Strings that the template compares with or prints.
             self.constants = {text for text in constants if isinstance(text, str)}
             self._template = self._sandbox.from_string(parsed)
         except (RecursionError, MemoryError):
@@ -68,7 +66,6 @@ class ChatTemplate:
 
         Args:
             variables: plain values. The template cannot change them.
-            seconds: limit on CPU time.
 
         Raises:
             TemplateTooLong: the time or the output limit was exceeded.
@@ -127,11 +124,7 @@ def find_template(
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        InvalidRequest: the file cannot be read, or is not UTF-8.
-    """
+    # InvalidRequest: the file cannot be read, or is not UTF-8.
     try:
         with path.open("rb") as file:
             return file.read(4 * MAX_SOURCE_CHARS + 1).decode()
@@ -174,7 +167,6 @@ def read_templates(
 
     Args:
         tokenizer: tokenizer of Transformers, or an object with the same methods.
-        where: path that errors name.
         fit: function that sets the form of content that a template expects.
 
     Raises:

@@ -22,18 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from jaxserve.text import template_costs
 from jaxserve.text.template_budget import Budget, Paid
-from jaxserve.text.template_costs import (
-    ATTRIBUTES,
-    NO_FILTERS,
-    check_numbers,
-    check_widths,
-    pay_for_filter,
-    pay_for_format,
-    pay_for_method,
-    pay_for_search,
-    pay_for_test,
-)
 
 # Literals with more elements are charged.
 _SMALL = 16
@@ -167,7 +157,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum")
         self.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
         self.globals |= {"namespace": _Namespace, "dict": self._dict}
-        for name in NO_FILTERS:
+        for name in template_costs.NO_FILTERS:
             del self.filters[name]
         self.filters["tojson"] = self._to_json
         self.filters = {name: self._paid(name, run) for name, run in self.filters.items()}
@@ -217,7 +207,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @pass_context
     def _search(self, _: Context, values: Any) -> Any:
-        pay_for_search(self.budget, values)
+        template_costs.pay_for_search(self.budget, values)
         return values
 
     @pass_context
@@ -250,7 +240,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @functools.wraps(run)
         def paid(context: Context, *data: Any, **more: Any) -> Any:
             budget = self.budget
-            data = pay_for_filter(budget, name, data, more)
+            data = template_costs.pay_for_filter(budget, name, data, more)
             passable = {"context": context, "environment": self, "eval_context": context.eval_ctx}
             result = run(passable[passed], *data, **more) if passed else run(*data, **more)
             result = budget.settle(result)
@@ -265,7 +255,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @pass_context
         @functools.wraps(run)
         def paid(_: Context, *data: Any) -> Any:
-            pay_for_test(self.budget, name, data)
+            template_costs.pay_for_test(self.budget, name, data)
             return run(self, *data) if takes_environment else run(*data)
 
         return paid
@@ -285,7 +275,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Return whether templates may read an attribute."""
-        for kinds, names in ATTRIBUTES:
+        for kinds, names in template_costs.ATTRIBUTES:
             if isinstance(obj, kinds):
                 return attr in names
         # Methods of classes may modify arguments. Iterators and views give access to other objects.
@@ -308,7 +298,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 elif isinstance(times, int) and isinstance(part, list | tuple):
                     budget.items(len(part) * max(0, times))
         elif operator == "%" and isinstance(left, str):
-            pay_for_format(budget, left, right)
+            template_costs.pay_for_format(budget, left, right)
         elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
             budget.items(len(left) + len(right))
         elif operator == "+" and isinstance(left, str) and isinstance(right, str):
@@ -328,7 +318,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            args, kwargs = pay_for_method(budget, method.__name__, owner, args, kwargs)
+            args, kwargs = template_costs.pay_for_method(
+                budget, method.__name__, owner, args, kwargs
+            )
         elif isinstance(__obj, LoopContext):
             args = (*(Paid(values, budget) for values in args[:1]), *args[1:])
         elif isinstance(owner, list | tuple | range) and args:
@@ -338,7 +330,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif not isinstance(__obj, Macro | BlockReference) and __obj is not _Namespace:
             budget.read([args, kwargs])
             if __obj is _strftime_now:
-                check_numbers(args, kwargs)
+                template_costs.check_numbers(args, kwargs)
         return budget.settle(super().call(__context, __obj, *args, **kwargs, **around))
 
     def _to_json(
@@ -368,9 +360,7 @@ def _spent(parts: Iterator[str], budget: Budget) -> Iterator[str]:
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore, which give access to
-    Python.
-    """
+    """Jinja's namespace without names that begin with an underscore: they give access to Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name
         for name in dict(*args[1:], **kwargs):
@@ -397,5 +387,5 @@ def _refuse(message: Any) -> NoReturn:
 def _strftime_now(form: str) -> str:
     if len(form) > _MAX_TIME_FORMAT:
         raise SecurityError(f"a format of the time has {_MAX_TIME_FORMAT} characters at most")
-    check_widths(form)
+    template_costs.check_widths(form)
     return datetime.now().strftime(form)

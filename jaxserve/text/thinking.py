@@ -19,26 +19,16 @@ _BEFORE_START = 3
 
 @dataclass(frozen=True)
 class ThinkingMarks:
-    """Markers around the thoughts of a sequence.
+    """Markers around the thoughts of a sequence."""
 
-    Args:
-        start: text that begins the thoughts.
-        end: text that ends the thoughts.
-        end_token_ids: tokens that are forced to end the thoughts.
-        decode: function from token ids to text.
-        start_token_id: token of `start` if it is a single token, otherwise NO_TOKEN.
-        is_open: True if the prompt has begun the thoughts.
-        is_closed: True if the prompt has ended the thoughts.
-        end_pattern: pattern that ends the thoughts, if `end` is not their only end.
-    """
-
-    start: str
-    end: str
-    end_token_ids: tuple[int, ...]
-    decode: Callable[[Sequence[int]], str]
-    start_token_id: int = NO_TOKEN
-    is_open: bool = False
-    is_closed: bool = False
+    start: str  # text that begins the thoughts
+    end: str  # text that ends the thoughts
+    end_token_ids: tuple[int, ...]  # tokens that are forced to end the thoughts
+    decode: Callable[[Sequence[int]], str]  # function from token ids to text
+    start_token_id: int = NO_TOKEN  # token of `start` if it is a single token, otherwise NO_TOKEN
+    is_open: bool = False  # True if the prompt has begun the thoughts
+    is_closed: bool = False  # True if the prompt has ended the thoughts
+    # Pattern that ends the thoughts, if `end` is not their only end.
     end_pattern: re.Pattern[str] | None = None
 
 
@@ -57,14 +47,9 @@ class ThinkingConstraint:
 
     Args:
         budget: maximum thinking tokens, None for no limit.
-        inner: constraint on the text after the thoughts, None for free text.
         ends: token ids that end a sequence, which thoughts must not contain if `inner` must follow.
         ahead: number of tokens that may be sampled before the host has seen the newest one. When
             the budget is that close to its end, each step waits for the token before it.
-
-    Attributes:
-        words: u32[W], allowed tokens as in `Constraint`.
-        is_guided: True if the tokens allowed after the next token depend on that token.
     """
 
     def __init__(
@@ -163,7 +148,9 @@ class ThinkingConstraint:
         elif self._phase == "thinking":
             self.words, self.is_guided = self._free, inner is not None or remaining <= self._ahead
         elif self._phase == "before":
+            # True if the tokens allowed after the next token depend on that token.
             self.is_guided = inner is not None or remaining <= self._ahead
+            # u32[W], allowed tokens as in `Constraint`.
             self.words = self._anything if inner is None else inner.words | self._may_start
         else:
             self.is_guided = inner is not None

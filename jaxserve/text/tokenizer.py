@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.text.added_texts import AddedTexts
-from jaxserve.text.content_format import find_form, in_form, with_ending
-from jaxserve.text.messages import RefusedMessages
+from jaxserve.text.messages import RefusedMessages, find_form, in_form, with_ending
 from jaxserve.text.plain_tokenizer import processor_template, read_tokenizer
 from jaxserve.text.prompt_encoder import PromptEncoder
 from jaxserve.text.template import ChatTemplate, read_templates
@@ -118,11 +117,7 @@ class Tokenizer:
         return beyond
 
     def _within(self, ids: list[int], param: str) -> list[int]:
-        """Return the ids unchanged.
-
-        Raises:
-            InvalidRequest: the model has no logits for one of them.
-        """
+        # InvalidRequest: the model has no logits for one of the ids.
         if self._beyond:
             for token in ids:
                 if token in self._beyond:
@@ -155,9 +150,7 @@ class Tokenizer:
         return other
 
     def with_content_format(self, content_format: str) -> Self:
-        """Return a copy of this tokenizer whose chat templates receive content in the given
-        form.
-        """
+        """Return a copy of this tokenizer whose chat templates get content in the given form."""
         other = copy.copy(self)
         other._content_format = content_format
         templates = self._templates.items()
@@ -211,9 +204,7 @@ class Tokenizer:
         return self._encode(text, None)
 
     def encode_word(self, text: str) -> list[int]:
-        """Return the token ids of a text without surrounding special tokens and without
-        checks of ids.
-        """
+        """Return the token ids of a text, unchecked and without special tokens around them."""
         return self._encode(text, False)
 
     def _encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
@@ -273,7 +264,6 @@ class Tokenizer:
 
         Args:
             seconds: limit on the CPU time of the template.
-            chat_template: template to use, the model's own by default.
             options: further template variables, such as tools.
 
         Raises:
@@ -311,9 +301,7 @@ class Tokenizer:
         options: Mapping[str, Any],
         seconds: float,
     ) -> list[str]:
-        """Return the rendered text in pieces, which are cut within added tokens in untrusted
-        data.
-        """
+        """Return the rendered text in pieces, cut within the added tokens in untrusted data."""
         # The mark is random, so input cannot contain it. The text is split at it for encoding.
         mark = f"\ue000{secrets.token_hex(8)}\ue001"
         end = f"\ue002{mark[1:-1]}"
@@ -337,10 +325,7 @@ class Tokenizer:
 
 
 def _not_encoded(param: str, error: TokenizerFailure) -> InvalidRequest:
-    """Return the error for a text that cannot be encoded, and log it.
-
-    The checkpoint may be at fault.
-    """
+    # The checkpoint may be at fault, so the error is logged.
     message = f"this model's tokenizer cannot encode {param}: {error}"
     _log.warning("a request is refused: %s", message)
     return InvalidRequest(message, param)

@@ -28,14 +28,11 @@ class TokenizerFailure(Exception):
 
 
 class LibraryCalls:
-    """Wrapper for calls of the library. As a context manager it translates failures of its body.
-
-    Attributes:
-        may_panic: True if standard error is redirected during calls, since a panic prints a dozen
-            lines there or more, which cannot be disabled. The first panic sets it.
-    """
+    """Wrapper for calls of the library. As a context manager it translates failures of its body."""
 
     def __init__(self, may_panic: bool = False) -> None:
+        # True if standard error is redirected during calls, since a panic prints a dozen lines
+        # there or more, which cannot be disabled. The first panic sets it.
         self.may_panic = may_panic
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import re
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
 from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.text.tokenizer_parts import num_strings, read_parts
+from jaxserve.text.tokenizer_parts import growth, may_panic, nodes, num_strings, read_parts
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 16 << 20
@@ -40,10 +39,6 @@ _SMALLEST_TRIE = 4 * 256
 # Limit on merges per word. Published vocabularies have at most three.
 _MERGES_PER_WORD, _MORE_MERGES = 16, 100_000
 _BYTES_PER_WORD, _MORE_BYTES = 256, 1 << 20
-# Nested repetitions, which can make the library's search panic.
-_NESTED = re.compile(r"(?:[*+]|\{\d*,\d*\})[^(]*\)[*+{]")
-# Signs with which a pattern may match empty text at any position.
-_MAY_BE_EMPTY = re.compile(r"[*?|^$]|\\[bBAzZG]|\{0?,")
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 
@@ -138,10 +133,6 @@ def _texts_of(config: dict[str, Any]) -> Iterator[str]:
 def _check_tokenizer(raw: bytes, most: int) -> bool:
     """Check the content of a tokenizer.json. Return whether a text may make the library panic.
 
-    Args:
-        raw: content of the file.
-        most: maximum number of words.
-
     Raises:
         CheckpointError: a size exceeds its limit. The message does not name the file.
         ValueError, RecursionError: the content is not JSON.
@@ -156,21 +147,21 @@ def _check_tokenizer(raw: bytes, most: int) -> bool:
         _check_part(name, small.get(name))
     _check_part("post_processor", small.get("post_processor"), steps=16 * MAX_STEPS)
     _check_template(small.get("post_processor"))
-    growth = _growth(small.get("normalizer"))
-    for name, factor in (("normalizer", growth), ("decoder", _growth(small.get("decoder")))):
+    factors = {name: growth(small.get(name)) for name in ("normalizer", "decoder")}
+    for name, factor in factors.items():
         if factor > MAX_GROWTH:
             raise CheckpointError(
                 f"the {name} makes texts up to {factor:.3g} times as long; allowed: {MAX_GROWTH}"
             )
     _check_added([str(text) for text, _ in parts.added], most)
-    normalized = growth * sum(len(str(text)) for text, flag in parts.added if flag)
+    normalized = factors["normalizer"] * sum(len(str(text)) for text, flag in parts.added if flag)
     if normalized > MAX_NORMALIZED_CHARS:
         raise CheckpointError(
             f"the normalizer makes up to {normalized:.3g} characters of the added tokens; "
             f"allowed: {MAX_NORMALIZED_CHARS}"
         )
     _check_model(parts.model, parts.merges)
-    return any(_may_panic(value) for value in _nodes(small))
+    return any(may_panic(value) for value in nodes(small))
 
 
 def _most_merges(most: int) -> int:
@@ -208,21 +199,10 @@ def _check_added(tokens: Iterable[str], most: int) -> None:
         )
 
 
-def _nodes(part: Any) -> Iterator[Any]:
-    pending = [part]
-    while pending:
-        value = pending.pop()
-        yield value
-        if isinstance(value, dict):
-            pending += reversed(value.values())
-        elif isinstance(value, list):
-            pending += reversed(value)
-
-
 def _check_part(name: str, part: Any, steps: int = MAX_STEPS) -> None:
     """Check the number of steps of a part, and the length of the texts in it."""
     num_steps = 0
-    for value in _nodes(part):
+    for value in nodes(part):
         if isinstance(value, dict):
             num_steps += 1
             charsmap = value.pop("precompiled_charsmap", None)
@@ -254,16 +234,9 @@ def _check_charsmap(name: str, charsmap: Any) -> None:
         raise CheckpointError(f"the {name}'s precompiled_charsmap is broken: {error}") from None
 
 
-def _may_panic(rule: Any) -> bool:
-    if not isinstance(rule, dict):
-        return False
-    strips = rule.get("type") == "Strip" and rule.get("stop")
-    return bool(strips or _NESTED.search(str(rule.get("Regex", ""))))
-
-
 def _check_template(part: Any) -> None:
     """Check the number of tokens that a post-processor template adds around a text."""
-    for value in _nodes(part):
+    for value in nodes(part):
         if not isinstance(value, dict) or not isinstance(value.get("special_tokens"), dict):
             continue
         special = value["special_tokens"]
@@ -275,33 +248,10 @@ def _check_template(part: Any) -> None:
                 f"the post_processor adds up to {pieces * longest} tokens to a text; allowed: "
                 f"{MAX_TEMPLATE_TOKENS}"
             )
-        named = (node.get("SpecialToken") for node in _nodes(value) if isinstance(node, dict))
+        named = (node.get("SpecialToken") for node in nodes(value) if isinstance(node, dict))
         unknown = [token["id"] for token in named if token and token["id"] not in special]
         if unknown:
             raise CheckpointError(f"the post_processor adds {unknown[0]!r:.80}, which it lacks")
-
-
-def _growth(part: Any) -> float:
-    """Return the factor by which the rules of a normalizer or decoder may lengthen a text.
-
-    Unicode normalization forms are ignored: Unicode bounds their growth per character.
-    """
-    factor = 1.0
-    for value in _nodes(part):
-        if not isinstance(value, dict):
-            continue
-        for name in ("prepend", "append"):
-            factor *= 1 + len(str(value.get(name) or ""))
-        content, pattern = value.get("content"), value.get("pattern")
-        if isinstance(content, str) and isinstance(pattern, dict):
-            text, regex = pattern.get("String"), pattern.get("Regex")
-            if isinstance(text, str) and text:
-                factor *= max(1.0, len(content) / len(text))
-            elif isinstance(regex, str) and regex and not _MAY_BE_EMPTY.search(regex):
-                factor *= max(1, len(content))
-            else:
-                factor *= 1 + len(content)
-    return factor
 
 
 def _check_model(model: dict[str, Any], merges: memoryview) -> None:

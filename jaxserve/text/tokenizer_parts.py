@@ -1,10 +1,10 @@
-"""TokenizerParts: the parts of a tokenizer.json, with vocabulary and merges unparsed."""
+"""TokenizerParts: the parts of a tokenizer.json, vocabulary and merges unparsed, and its rules."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -13,24 +13,21 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _PARTS = tuple("normalizer pre_tokenizer post_processor decoder truncation padding".split())
 _BIG = ("vocab", "merges")
 _SETTINGS = ("continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word")
+# Nested repetitions, which can make the library's search panic.
+_NESTED = re.compile(r"(?:[*+]|\{\d*,\d*\})[^(]*\)[*+{]")
+# Signs with which a pattern may match empty text at any position.
+_MAY_BE_EMPTY = re.compile(r"[*?|^$]|\\[bBAzZG]|\{0?,")
 
 
 class TokenizerParts(NamedTuple):
-    """Content of a tokenizer.json.
+    """Content of a tokenizer.json."""
 
-    Attributes:
-        small: normalizer, pre-tokenizer, post-processor, decoder, truncation and padding.
-        added: texts of added tokens, and whether they are normalized.
-        model: settings of the model.
-        vocab: JSON text of the vocabulary.
-        merges: JSON text of the merges.
-    """
-
+    # Normalizer, pre-tokenizer, post-processor, decoder, truncation and padding.
     small: dict[str, Any]
-    added: list[tuple[Any, Any]]
+    added: list[tuple[Any, Any]]  # texts of added tokens, and whether they are normalized
     model: dict[str, Any]
-    vocab: memoryview
-    merges: memoryview
+    vocab: memoryview  # JSON text of the vocabulary
+    merges: memoryview  # JSON text of the merges
 
 
 def read_parts(raw: bytes) -> TokenizerParts:
@@ -93,3 +90,44 @@ def num_strings(source: memoryview, most: int) -> int:
     if pairs <= most + most // 64 + 4096:
         return min(pairs, most)
     return sum(1 for _ in islice(_STRING.finditer(source), most + 2))
+
+
+def nodes(part: Any) -> Iterator[Any]:
+    pending = [part]
+    while pending:
+        value = pending.pop()
+        yield value
+        if isinstance(value, dict):
+            pending += reversed(value.values())
+        elif isinstance(value, list):
+            pending += reversed(value)
+
+
+def may_panic(rule: Any) -> bool:
+    if not isinstance(rule, dict):
+        return False
+    strips = rule.get("type") == "Strip" and rule.get("stop")
+    return bool(strips or _NESTED.search(str(rule.get("Regex", ""))))
+
+
+def growth(part: Any) -> float:
+    """Return the factor by which the rules of a normalizer or decoder may lengthen a text.
+
+    Unicode normalization forms are ignored: Unicode bounds their growth per character.
+    """
+    factor = 1.0
+    for value in nodes(part):
+        if not isinstance(value, dict):
+            continue
+        for name in ("prepend", "append"):
+            factor *= 1 + len(str(value.get(name) or ""))
+        content, pattern = value.get("content"), value.get("pattern")
+        if isinstance(content, str) and isinstance(pattern, dict):
+            text, regex = pattern.get("String"), pattern.get("Regex")
+            if isinstance(text, str) and text:
+                factor *= max(1.0, len(content) / len(text))
+            elif isinstance(regex, str) and regex and not _MAY_BE_EMPTY.search(regex):
+                factor *= max(1, len(content))
+            else:
+                factor *= 1 + len(content)
+    return factor

@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from jaxserve.commands.cli import make_parser
-from jaxserve.engine.metric_values import GAUGES, KV_CACHE_USAGE
+from jaxserve.engine.metrics import GAUGES, KV_CACHE_USAGE
 from jaxserve.server.http.app import routes
-from jaxserve.server.http.guard import OPEN_PATHS
+from jaxserve.server.http.head_checks import OPEN_PATHS
 from jaxserve.settings.config import EngineConfig
 from scripts.lib.paths import ROOT
 from tests.clients.conftest import Program
 
-DEPLOY = ROOT / "scripts" / "deploy"
+DEPLOY = ROOT / "scripts/deploy"
 IMAGES = sorted(DEPLOY.glob("*.Dockerfile"))
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 # It holds an object that Kubernetes itself does not know.

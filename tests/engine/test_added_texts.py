@@ -15,7 +15,7 @@ SOME = st.lists(st.text(alphabet="ab<|.", max_size=6), max_size=8)
 MARK = "\0"
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(SOME, st.text(alphabet="ab<|.", max_size=30))
 @example([], "a")
 @example(["a" * count for count in range(1, 200)], "a" * 77 + "b" + "a" * 300)
@@ -30,7 +30,7 @@ def test_what_texts_have_in_common_is_in_a_pattern_once() -> None:
     assert len(pattern_of_any([f"<unused{number}>" for number in range(1000)])) < 5000
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(SOME, st.lists(st.text(alphabet="ab<|.", max_size=12), min_size=1, max_size=3))
 def test_no_text_is_left_whole(texts: list[str], values: list[str]) -> None:
     cut = "".join(AddedTexts(texts).cut(values, MARK))

@@ -18,10 +18,10 @@ import pytest
 import zmq
 
 from jaxserve import SamplingParams
-from jaxserve.engine import event_peer, event_publisher
+from jaxserve.engine import event_peer, event_publisher, kv_events
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.event_publisher import EventPublisher
-from jaxserve.scheduling.page_changes import ClearedPages, RemovedPages, StoredPages
+from jaxserve.scheduling.page_index import ClearedPages, RemovedPages, StoredPages
 from jaxserve.settings.kv_events import KVEventsConfig
 from jaxserve.start.loaded import Loaded
 from tests.scheduling.subscriber import Subscriber
@@ -175,7 +175,7 @@ def test_a_message_is_that_of_vllm(publish) -> None:
 
 
 def test_bytes_of_a_message() -> None:
-    batch = event_publisher.KVEventBatch(1.5, [event_publisher.AllBlocksCleared()], 0)
+    batch = kv_events.KVEventBatch(1.5, [kv_events.AllBlocksCleared()], 0)
     data = b"\x93\xcb\x3f\xf8\0\0\0\0\0\0\x91\x81\xa4type\xb0AllBlocksCleared\x00"
     assert msgspec.msgpack.encode(batch) == data
 
@@ -323,7 +323,7 @@ STRANGER = """
 import contextlib, logging, os, socket, sys, threading, time, zmq
 from jaxserve.engine import event_peer, event_publisher
 from jaxserve.settings.kv_events import KVEventsConfig
-from jaxserve.scheduling.page_changes import ClearedPages
+from jaxserve.scheduling.page_index import ClearedPages
 
 answer, wanted = bytes.fromhex(sys.argv[1]), int(sys.argv[2])
 interval, event_publisher._LOOK = int(sys.argv[3]), float(sys.argv[4])

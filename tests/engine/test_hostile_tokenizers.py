@@ -19,7 +19,7 @@ import pytest
 
 from jaxserve import CheckpointError, InvalidRequest, SamplingParams
 from jaxserve.text import tokenizer as tokenizer_module
-from jaxserve.text import tokenizer_limits
+from jaxserve.text import tokenizer_parts
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.gguf_tokenizer import gguf_tokenizer
 from jaxserve.text.gguf_vocabulary import SPLITS
@@ -385,7 +385,7 @@ def test_only_the_first_panic_of_an_unsuspected_tokenizer_prints(
 def test_few_published_patterns_are_suspected() -> None:
     """One has repetitions in repetitions, of letters with marks between blanks."""
     patterns = {pattern for found in SPLITS.values() for pattern in found.patterns}
-    suspected = [text for text in patterns if tokenizer_limits._may_panic({"Regex": text})]
+    suspected = [text for text in patterns if tokenizer_parts.may_panic({"Regex": text})]
     assert len(patterns) > 20 and len(suspected) <= 1
 
 
@@ -454,4 +454,4 @@ def test_published_rules_are_within_the_limits() -> None:
     spaces = [replace({"Regex": " {2,}"}, "▁"), replace({"Regex": r"[\n\r\t]+"}, " ")]
     lines = [replace({"Regex": r"\s*\n\s*"}, "\n"), {"type": "Strip"}]
     rules = chain("normalizers", *blank, *quotes, *spaces, *lines)
-    assert tokenizer_limits._growth(rules) <= 8
+    assert tokenizer_parts.growth(rules) <= 8

@@ -109,6 +109,18 @@ def test_stop_strings_and_tokens(llm: LLM) -> None:
     assert (one.outputs[0].finish_reason, one.outputs[0].stop_reason) == ("stop", ids[last])
 
 
+@pytest.mark.parametrize(("include", "text"), [(False, ""), (True, "X")])
+def test_a_stop_token_is_in_the_text_only_if_it_is_included(
+    llm: LLM, include: bool, text: str
+) -> None:
+    token = llm.get_tokenizer().encode("X")[-1]
+    params = SamplingParams(
+        allowed_token_ids=[token], stop_token_ids=[token], include_stop_str_in_output=include
+    )
+    [one] = llm.generate("x", params, use_tqdm=False)
+    assert (one.outputs[0].token_ids, one.outputs[0].text) == ([token], text)
+
+
 def test_min_tokens_holds_off_the_end(llm: LLM) -> None:
     everything = list(range(2, 33))
     params = SamplingParams(max_tokens=9, min_tokens=6, stop_token_ids=everything, seed=0)

@@ -34,7 +34,7 @@ from jaxserve.start.device import (
 )
 from jaxserve.start.plan import make_plan
 from jaxserve.start.plan.make_plan import plan_model, plan_start
-from jaxserve.start.plan.memory import Sizes, temporary_bytes
+from jaxserve.start.plan.memory import SLACK, Sizes, temporary_bytes
 from jaxserve.start.plan.memory_plan import plan_memory
 from jaxserve.start.plan.refusal import refusal
 from jaxserve.start.plan.start_plan import StartPlan
@@ -116,6 +116,20 @@ def test_sizes_follow_the_memory() -> None:
     found = plan("8B", None, "RTX 4090", **chosen)
     assert found.sizes == Sizes(0.92, 100, 4096)
     assert found.budget == int(0.92 * named_device("RTX 4090").free)
+
+
+def test_the_cache_is_all_of_the_memory_that_remains() -> None:
+    """Tokens are counted without the null page, and no further page has room."""
+    found = plan("8B", None, "RTX 4090", max_model_len=4096).settle(300 << 20)
+    assert found.num_pages * found.page_bytes == found.pages.num_bytes
+    others = found.weight_bytes + found.sampler_bytes + (300 << 20)
+    used = (others + found.pages.num_bytes) / (1 - SLACK)
+    assert used <= found.budget < used + 2 * found.page_bytes
+    assert found.needed == pytest.approx((others + 2 * found.page_bytes) / (1 - SLACK), abs=1)
+    assert found.fits(int(used) + 1) and not found.fits(int(used) - 1)
+    assert found.cache_tokens == found.num_pages * found.block_size - found.block_size
+    five = plan("8B", None, "RTX 4090", num_gpu_blocks_override=5, block_size=16)
+    assert (five.cache_tokens, five.longest, five.sequences) == (64, 64, 1)
 
 
 @pytest.mark.parametrize(

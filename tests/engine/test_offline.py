@@ -28,8 +28,7 @@ from jaxserve import (
     SamplingParams,
 )
 from jaxserve.engine.beam_search import BeamSearch, step_settings
-from jaxserve.engine.metric_values import metric_values
-from jaxserve.engine.metrics import ValueCounts
+from jaxserve.engine.metrics import ValueCounts, metric_values
 from jaxserve.engine.request_factory import RequestFactory, check_logprobs
 from jaxserve.errors import EngineDead
 from jaxserve.outputs import BeamSearchSequence, Logprob

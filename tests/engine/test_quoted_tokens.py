@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from jaxserve.text.infill import infill_prompt
+from jaxserve.server.api.infill import infill_prompt
 from jaxserve.text.plain_tokenizer import PlainTokenizer
 from jaxserve.text.template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer as OurTokenizer

@@ -17,7 +17,7 @@ import pytest
 
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.commands.cli import main
-from jaxserve.engine.metric_values import memory_units
+from jaxserve.engine.metrics import memory_units
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.state import PAGES, SAMPLER, MemoryKind
 from jaxserve.start import start

@@ -66,7 +66,7 @@ def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
     return text[:-1] if begins else text
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.text(max_size=30))
 def test_text_comes_back_whole(tokenizer: Tokenizer, text: str) -> None:
     if text:
@@ -76,7 +76,7 @@ def test_text_comes_back_whole(tokenizer: Tokenizer, text: str) -> None:
 
 
 @example(ids=[173, 258])
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(ids=st.lists(st.integers(0, 259), min_size=1, max_size=40))
 def test_any_ids_equal_decoding_at_once(tokenizer: Tokenizer, ids: list[int]) -> None:
     pieces, final = stream(tokenizer, ids, SamplingParams())
@@ -94,7 +94,7 @@ def naive_cut(text: str, stops: tuple[str, ...], include: bool) -> str:
     return text
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(
     st.text(alphabet="ab", min_size=1, max_size=30),
     st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4),
@@ -316,7 +316,15 @@ def test_stop_strings_do_not_match_what_the_prompt_says(tokenizer: Tokenizer) ->
     assert detokenizer.stop is None
 
 
-@settings(max_examples=300)
+@pytest.mark.parametrize(("least", "text"), [(0, "a"), (1, "a"), (2, "aXb"), (4, "aXbXc")])
+def test_a_stop_string_ends_no_text_within_min_tokens(
+    tokenizer: Tokenizer, least: int, text: str
+) -> None:
+    sampling = SamplingParams(stop=["X"], min_tokens=least)
+    assert stream(tokenizer, tokenizer.encode_word("aXbXc"), sampling)[1] == text
+
+
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(0, 259), min_size=1, max_size=12),
     st.lists(st.integers(0, 259), min_size=1, max_size=20),
@@ -347,7 +355,7 @@ def old_find(text: str, stops: list[str], start: int, settled: int) -> tuple[int
     return (min(found)[0], min(found)[2]) if found else None
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(
     st.text(alphabet="abc", max_size=20),
     st.text(alphabet="abc", max_size=12),
@@ -416,7 +424,7 @@ def test_an_index_of_stop_strings_holds_no_parts_of_them() -> None:
         assert index.longest == 256 and held < 50_000
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     st.text(alphabet="ab", min_size=1, max_size=30),
     st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=4),

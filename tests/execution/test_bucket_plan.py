@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from jaxserve.execution.buckets import Bucket, BucketSet
+from jaxserve.settings.config import EngineConfig
 from jaxserve.start.plan.bucket_plan import (
     BucketPlan,
     anchors,
     best_first,
+    buckets_of,
     busy_seconds,
     choose_sizes,
+    needs_logits,
 )
 
 BUCKETS = BucketSet(32, 512)
@@ -98,6 +105,29 @@ def test_plans_come_back_from_their_notes_and_print_themselves() -> None:
     assert "Left out: decode 2 4 16 24;" in str(one) and f"{BUSY / 300:.1f} s" in str(one)
     assert str(BucketPlan.of(BucketSet(2, 16))) == "buckets: decode 1 2; tokens 16"
     assert Bucket(1, 1, True) in BUCKETS
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({}, False),
+        ({"max_logprobs": 0}, False),
+        ({"max_logprobs": 20}, False),
+        ({"max_logprobs": 21}, True),
+        ({"max_logprobs": -1}, True),
+        ({"logprobs_mode": "processed_logprobs"}, True),
+        ({"logprobs_mode": "raw_logits"}, True),
+    ],
+)
+def test_programs_return_logits_only_for_scores_of_the_host(
+    settings: dict[str, Any], needed: bool
+) -> None:
+    """On a GPU these programs have a separate sampler. The device scores at most 20 tokens."""
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, **settings)
+    assert needs_logits(config) == needed
+    buckets = buckets_of(config, "gpu", (None, None), False)
+    assert (buckets.early is not None, buckets.num_steps) == (needed, 8)
+    assert buckets_of(config, "cpu", (None, None), False).num_steps == 16
 
 
 def test_sizes_come_in_the_order_of_their_gain() -> None:

@@ -17,6 +17,7 @@ from jaxserve.execution.buckets import (
     Program,
     Sampler,
     default_decode_sizes,
+    default_steps,
     default_token_sizes,
     few_sizes,
     gain,
@@ -44,6 +45,12 @@ def test_ladders_reach_their_limit(limit: int) -> None:
     for sizes in (default_decode_sizes(limit), default_token_sizes(limit)):
         assert sizes[-1] == limit and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1
         assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
+
+
+def test_the_default_sizes_are_those_of_the_documentation() -> None:
+    assert (default_steps("cpu"), default_steps("gpu")) == (16, 8)
+    assert default_decode_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    assert default_token_sizes(128) == (16, 32, 48, 64, 96, 128)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=SLOTS))

@@ -5,7 +5,7 @@
 
 The rows of a trace of Mooncake's, which mark equal prefixes, arrive at their times at 1, 2 and 4
 replicas that share a total of memory and of speed. Real are the trace, the policy of the fleet's
-router (`jaxserve.fleet.policy`), the reports of replicas with their delay, page keys and the page
+router (`jaxserve.fleet.prefixes`), the reports of replicas with their delay, page keys and the page
 pool with its evictions. Simulated are the clock, a replica's time for tokens (prompts one after the
 other at a rate, answers each at a time a token) and its admission, in order.
 
@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.commands.argument_types import existing_file
-from jaxserve.fleet.policy import PrefixPolicy
-from jaxserve.fleet.prefixes import PrefixRecord, chained_digests
+from jaxserve.fleet.prefixes import PrefixPolicy, PrefixRecord, chained_digests
 from jaxserve.scheduling.page_keys import PageKeys
 from jaxserve.scheduling.page_pool import PagePool
 from scripts.lib.argument_types import results_file

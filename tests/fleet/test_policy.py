@@ -8,11 +8,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.fleet.policy import MOST_OVER_MEAN, REPORTS_UNTIL_HELD, PrefixPolicy
 from jaxserve.fleet.prefixes import (
     BLOCK_BYTES,
     MOST_DIGESTS,
+    MOST_OVER_MEAN,
+    REPORTS_UNTIL_HELD,
     TOKEN_BYTES,
+    PrefixPolicy,
     PrefixRecord,
     chained_digests,
     digests_of,

@@ -236,13 +236,13 @@ BAD_FIELDS = [
 
 @pytest.mark.parametrize(("field", "value"), BAD_FIELDS, ids=lambda v: str(type(v).__name__)[:20])
 def test_a_bad_field_is_refused_by_name(field, value):
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(UnsupportedModel) as caught:
         parse_model_config(LLAMA | {field: value}, "some/config.json")
     assert field in str(caught.value) or field == "dtype"
     assert "some/config.json" in str(caught.value) and "allowed" in str(caught.value)
     assert len(str(caught.value)) < 2000
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(

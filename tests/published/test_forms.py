@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
-from jaxserve.server.tool_calls.grammar import grammar_of_calls
+from jaxserve.server.tool_calls.grammar import CallGrammar
 from tests.published.models import small_config
 from tests.structured.test_added_tokens import Vocabulary, spell
 from tests.structured.test_call_grammars import FORMS, FUNCTIONS, read
@@ -54,12 +54,12 @@ def test_calls_parse_and_fit(
 ) -> None:
     seeds = range(3 if pytestconfig.getoption("long") else 1)
     for form in FORMS if package == "qwen3" else [MODELS[package][1]]:
-        grammar = grammar_of_calls(
+        grammar = CallGrammar(
             CALL_FORMATS[form],
             FUNCTIONS,
             lambda mark: spell(vocabulary, mark),
             may_answer=may_answer,
-        )
+        ).text()
         start = vocabulary.compile(grammar=grammar)
         for seed in seeds:
             text, tokens = vocabulary.draw(start, seed, shows=True)
@@ -74,6 +74,6 @@ def test_calls_parse_and_fit(
 @pytest.mark.parametrize("package", ["qwen3"], indirect=True, scope="module")
 def test_the_marks_of_calls_are_qwens_own_tokens(vocabulary: Vocabulary) -> None:
     form = CALL_FORMATS["hermes"]
-    grammar = grammar_of_calls(form, FUNCTIONS, lambda mark: spell(vocabulary, mark), most=1)
+    grammar = CallGrammar(form, FUNCTIONS, lambda mark: spell(vocabulary, mark), most=1).text()
     _, tokens = vocabulary.draw(vocabulary.compile(grammar=grammar), 0)
     assert (tokens[0], tokens[-1]) == (vocabulary.named[form.mark], vocabulary.named[form.close])

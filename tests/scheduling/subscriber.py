@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxserve.engine.event_publisher import block_hashes, events_of
-from jaxserve.scheduling.page_changes import Change
+from jaxserve.engine.kv_events import block_hashes, events_of
+from jaxserve.scheduling.page_index import Change
 from jaxserve.scheduling.page_keys import PageKeys
 from jaxserve.scheduling.page_pool import PagePool
 

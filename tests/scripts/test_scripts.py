@@ -67,7 +67,8 @@ def test_tests_begin_once_all_is_there_and_the_check_is_passed(
         ".venv/bin/python": 'case "$*" in\n'
         "*tests.support.weekly*) echo clients ;;\n"
         "*tests.fetch*) sleep 0.2; touch fetched; exit 1 ;;\n"
-        "*pytest*) touch tests; test -f clients -a -f fetched ;;\nesac",
+        "*--collect-only*) sleep 0.1; touch collected; exit 1 ;;\n"
+        "*pytest*) touch tests; test -f clients -a -f fetched -a -f collected ;;\nesac",
     }
     for name, text in stubs.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,8 @@ from jaxserve.server.schema.openai import ChatMessage, ChatRequest, Tool
 from jaxserve.server.schema.response_items import InputItem
 from jaxserve.server.schema.responses import ResponsesRequest
 from jaxserve.server.served.models import ServedModel
-from jaxserve.server.tool_calls.answer import AnswerFormat, ThoughtState
-from jaxserve.server.tool_calls.formats import THINKING_FORMATS
+from jaxserve.server.tool_calls.answer import AnswerFormat
+from jaxserve.server.tool_calls.thoughts import THINKING_FORMATS, ThoughtState
 from jaxserve.server.tool_calls.tools import tool_use
 
 CORPUS = Path(__file__).parent.parent / "structured" / "corpus"

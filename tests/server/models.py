@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
+from jaxserve.server.api.infill import MARKS
 from jaxserve.settings.config import bundled_model
-from jaxserve.text.infill import MARKS
 from tests.support.checkpoint import CHAT_TEMPLATE, SPECIAL, byte_tokenizer, save_checkpoint
 
 CODER_MARKS = (*MARKS[0][:3], "<|fim_pad|>")

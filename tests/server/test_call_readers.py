@@ -10,15 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.tool_calls.answer import AnswerReader, ThinkingReader, ThoughtState, start_of
+from jaxserve.server.tool_calls.answer import AnswerReader
 from jaxserve.server.tool_calls.answer_parts import AnswerPart, CallPart, Message
-from jaxserve.server.tool_calls.call_reader import MAX_MALFORMED, CallReader
-from jaxserve.server.tool_calls.dialect import answer_reader, detect_calls, detect_thinking
-from jaxserve.server.tool_calls.formats import (
-    CALL_FORMATS,
-    THINKING_FORMATS,
-)
+from jaxserve.server.tool_calls.call_reader import CallReader
+from jaxserve.server.tool_calls.dialect import detect_calls
+from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.literals import MAX_JSON_DEPTH, read_json
+from jaxserve.server.tool_calls.thoughts import (
+    THINKING_FORMATS,
+    ThinkingReader,
+    ThoughtState,
+    detect_thinking,
+    start_of,
+)
+from jaxserve.server.tool_calls.unconstrained_calls import MAX_MALFORMED
+from scripts.lib.answer_reader import answer_reader
 
 NAMES = ("f", "get.it", "sum_up")
 TEXTS: dict[str, dict[str, tuple[str, list[tuple[str, Any]]]]] = {

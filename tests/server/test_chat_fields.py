@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.server.schema.functions import as_tools
+from jaxserve.server.api.conversations import as_tools
 from jaxserve.server.schema.openai import ChatRequest
 from tests.support.live_server import Server
 

@@ -265,7 +265,7 @@ def test_two_models_in_one_process_and_an_orderly_end() -> None:
             server.process.terminate()
             data = head[1] + read_all(long)
             assert status_of(data) == 200 and b"shutting_down" in data
-        assert server.process.wait(timeout=20) == 0
+        assert server.process.wait(timeout=60) == 0
 
 
 def test_a_second_server_cannot_take_the_port(server: Server) -> None:

@@ -18,15 +18,17 @@ from jaxserve.server.schema.openai import (
     Tool,
 )
 from jaxserve.server.settings import ServerConfig
-from jaxserve.server.tool_calls.answer import ThoughtState
 from jaxserve.server.tool_calls.answer_parts import AnswerPart, CallPart, Content, Thought
-from jaxserve.server.tool_calls.dialect import Dialect, answer_reader, detect_calls, detect_thinking
-from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING_FORMATS
+from jaxserve.server.tool_calls.dialect import Dialect, detect_calls
+from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.harmony import HARMONY_PARTS
+from jaxserve.server.tool_calls.introductions import example_of, introduce
 from jaxserve.server.tool_calls.literals import convert
-from jaxserve.server.tool_calls.tools import ToolUse, example_of, introduce, tool_use
+from jaxserve.server.tool_calls.thoughts import THINKING_FORMATS, ThoughtState, detect_thinking
+from jaxserve.server.tool_calls.tools import ToolUse, tool_use
 from jaxserve.text.thinking import ThinkingConstraint
 from jaxserve.text.tokenizer import Tokenizer
+from scripts.lib.answer_reader import answer_reader
 from tests.support.checkpoint import byte_tokenizer
 
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from jaxserve.server.http.open_files import make_room
+from jaxserve.server.http.listener import make_room
 from tests.support.live_server import SECONDS, SMALL, Server
 
 

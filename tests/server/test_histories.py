@@ -16,13 +16,12 @@ import pytest
 
 from jaxserve import AsyncLLM
 from jaxserve.errors import InvalidRequest, PromptTooLong
-from jaxserve.server.api.conversations import template_ids
+from jaxserve.server.api.conversations import as_tools, template_ids
 from jaxserve.server.http.app import App
 from jaxserve.server.kept.conversation_store import Conversation
 from jaxserve.server.kept.response_store import Turn
 from jaxserve.server.schema import anthropic, responses
-from jaxserve.server.schema.arguments import MAX_DEPTH, given_arguments
-from jaxserve.server.schema.functions import as_tools
+from jaxserve.server.schema.decode import MAX_DEPTH, given_arguments
 from jaxserve.server.schema.openai import ChatRequest
 from jaxserve.server.schema.response_items import shown_items
 from jaxserve.server.served.models import Models, ServedModel

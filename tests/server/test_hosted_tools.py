@@ -17,12 +17,8 @@ from openai.types.responses import tool_param
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest
-from jaxserve.server.schema.response_items import (
-    HOSTED_ITEMS,
-    HOSTED_TOOLS,
-    InputItem,
-    strip_hosted,
-)
+from jaxserve.server.schema.response_items import InputItem
+from jaxserve.server.schema.response_tools import HOSTED_ITEMS, HOSTED_TOOLS, strip_hosted
 from jaxserve.server.schema.responses import ResponsesRequest, as_chat, check_served, items_of
 from jaxserve.server.tool_calls.custom_tools import CustomInput
 from jaxserve.server.tool_calls.tools import tool_use

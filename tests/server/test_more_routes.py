@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.api.infill import MARKS, end_tokens, infill_prompt
 from jaxserve.settings.config import bundled_model
-from jaxserve.text.infill import MARKS, end_tokens, infill_prompt
 from jaxserve.text.tokenizer import Tokenizer
 from tests.server.conftest import Many
 from tests.server.models import model_with

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.server.tool_calls.answer import AnswerReader, ThoughtState, readers_of
+from jaxserve.server.tool_calls.answer import AnswerReader, readers_of
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
 from jaxserve.server.tool_calls.gemma import BracedCall
 from jaxserve.server.tool_calls.tagged_calls import TagCall
+from jaxserve.server.tool_calls.thoughts import ThoughtState
 from jaxserve.server.tool_calls.tools import CallUse
 from jaxserve.server.tool_calls.unconstrained_calls import call_ends, pairs_of
 from tests.server.call_writer import parameter, write
@@ -414,8 +415,8 @@ def seconds(parser: str, beginning: str, repeated: str, size: int, piece: int) -
 def is_linear(parser: str, beginning: str, repeated: str, piece: int) -> bool:
     """Return whether four times the text takes at most six times the CPU time."""
     for _ in range(3):  # other processes may slow one of two measurements
-        short = seconds(parser, beginning, repeated, 100_000, piece)
-        if seconds(parser, beginning, repeated, 400_000, piece) <= 6 * short:
+        short = seconds(parser, beginning, repeated, 50_000, piece)
+        if seconds(parser, beginning, repeated, 200_000, piece) <= 6 * short:
             return True
     return False
 

@@ -17,6 +17,7 @@ from jaxserve.server import page
 from jaxserve.server.http.head_checks import OPEN_PATHS
 from jaxserve.server.http.logs import BURST, JsonLines, RateLimit
 from jaxserve.server.schema.decode import parse_json
+from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.admission import Admission
 from jaxserve.server.served.specs import check_models, memory_shares, plan_models
 from jaxserve.server.settings import ServerConfig
@@ -170,3 +171,10 @@ def test_histograms_add_up() -> None:
 )
 def test_good_json_is_taken(text: str) -> None:
     assert parse_json(text.encode(), 64, 1000) == json.loads(text)
+
+
+@pytest.mark.parametrize(("text", "depth"), [("7", 0), ("[]", 1), ('{"a": [{}, []]}', 3)])
+def test_json_is_nested_at_most_as_deep_as_the_limit(text: str, depth: int) -> None:
+    assert parse_json(text.encode(), depth, 1000) == json.loads(text)
+    with pytest.raises(ApiError, match=f"nested deeper than {depth}$"):
+        parse_json(f"[{text}]".encode(), depth, 1000)

@@ -239,7 +239,7 @@ def test_a_slow_collector_delays_neither_requests_nor_the_end(
         assert [choice["text"] for choice in choices] == [expected] * 16
     assert server.metric("request_success_total", finished_reason="error") == 0
     server.process.terminate()
-    assert server.process.wait(timeout=12) == 0
+    assert server.process.wait(timeout=45) == 0
     assert not collector.ended.is_set()
 
 
@@ -256,7 +256,7 @@ def test_grpc_and_a_collector_that_goes_down() -> None:
         for _ in range(20):
             assert server.complete([5, 6, 7]).json()["choices"][0]["text"] == text
         server.process.terminate()
-        assert server.process.wait(timeout=12) == 0
+        assert server.process.wait(timeout=45) == 0
 
 
 @pytest.mark.parametrize(

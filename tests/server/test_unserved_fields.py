@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.api.endpoint_request import MAX_NAMES, Notices
 from jaxserve.server.http.logs import RateLimit
 from jaxserve.server.schema.openai import ChatRequest, CompletionRequest
-from jaxserve.server.served.notices import MAX_NAMES, Notices
 from jaxserve.settings.compat import FIELDS, check_fields, unserved
 from tests.server.conftest import Many
 from tests.server.test_parameters import GOOD, LONGEST, USER, refuse

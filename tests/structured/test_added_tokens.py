@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
-from jaxserve.server.tool_calls.grammar import grammar_of_calls
+from jaxserve.server.tool_calls.grammar import CallGrammar
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import Constraint, Grammars
 from tests.structured.test_call_grammars import FUNCTIONS, read
@@ -284,9 +284,9 @@ def spell(vocabulary: Vocabulary, mark: str) -> str:
 @pytest.mark.parametrize(("marked", "most"), FORCED, indirect=["marked"], scope="module")
 @pytest.mark.parametrize("form", FORMS)
 def test_forced_calls_begin_with_the_mark_and_fit(marked: Vocabulary, form: str, most: int) -> None:
-    grammar = grammar_of_calls(
+    grammar = CallGrammar(
         CALL_FORMATS[form], FUNCTIONS, lambda mark: spell(marked, mark), most=most
-    )
+    ).text()
     constraint, called = marked.compile(grammar=grammar), set()
     for seed in range(15):
         text, tokens = marked.draw(constraint, seed, shows=True)
@@ -322,9 +322,9 @@ def follows(vocabulary: Vocabulary, start: Constraint, tokens: Sequence[int]) ->
 @pytest.mark.parametrize("form", FORMS)
 def test_a_chosen_call_begins_with_the_mark_and_fits(marked: Vocabulary, form: str) -> None:
     described = CALL_FORMATS[form]
-    grammar = grammar_of_calls(
+    grammar = CallGrammar(
         described, FUNCTIONS, lambda mark: spell(marked, mark), may_answer=True
-    )
+    ).text()
     start = marked.compile(grammar=grammar)
     mark = described.section[0] or described.mark
     number = marked.named.get(mark)

@@ -12,13 +12,14 @@ import pytest
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest, FunctionDefinition, Tool
-from jaxserve.server.tool_calls.answer import AnswerReader, ThoughtState, readers_of
+from jaxserve.server.tool_calls.answer import AnswerReader, readers_of
 from jaxserve.server.tool_calls.answer_parts import Beside, CallPart
 from jaxserve.server.tool_calls.call_bodies import HeadedCall, JsonCall
 from jaxserve.server.tool_calls.call_rules import Function, Unformable, bare
 from jaxserve.server.tool_calls.formats import CALL_FORMATS
-from jaxserve.server.tool_calls.grammar import grammar_of_calls
+from jaxserve.server.tool_calls.grammar import CallGrammar
 from jaxserve.server.tool_calls.tagged_calls import TagCall
+from jaxserve.server.tool_calls.thoughts import ThoughtState
 from jaxserve.server.tool_calls.tools import CallUse, tool_use
 from jaxserve.server.tool_calls.unconstrained_calls import call_ends
 from jaxserve.structured import StructuredOutputsParams
@@ -63,7 +64,7 @@ def pieces(grammars: Grammars) -> list[bytes]:
 
 
 def constraint(grammars: Grammars, form: str, **options) -> Constraint:
-    grammar = grammar_of_calls(CALL_FORMATS[form], FUNCTIONS, json.dumps, **options)
+    grammar = CallGrammar(CALL_FORMATS[form], FUNCTIONS, json.dumps, **options).text()
     return grammars.compile(StructuredOutputsParams(grammar=grammar))
 
 
@@ -250,7 +251,7 @@ def test_texts_in_tags_hold_no_text_that_readers_look_for(grammars: Grammars, fo
     before = before.removesuffix("\n") + line
     end = line + end
     for function in (free, bounded):
-        text = grammar_of_calls(described, [function], json.dumps)
+        text = CallGrammar(described, [function], json.dumps).text()
         start = grammars.compile(StructuredOutputsParams(grammar=text))
         assert follow(start.copy(), grammars, f"{before}a <b>c{end}") == f"{before}a <b>c{end}"
         for mark in {opening, described.body.end, *call_ends(described), *described.starts}:
@@ -258,7 +259,7 @@ def test_texts_in_tags_hold_no_text_that_readers_look_for(grammars: Grammars, fo
                 assert mark not in follow(start.copy(), grammars, before + one)[len(before) :]
     long = Function("opt", closed(a={"type": "string", "maxLength": 2000}))
     with pytest.raises(Unformable):
-        grammar_of_calls(described, [long], json.dumps)
+        CallGrammar(described, [long], json.dumps).text()
 
 
 @pytest.mark.parametrize("form", TAGGED)
@@ -316,7 +317,7 @@ def test_special_tokens_are_marks(grammars: Grammars) -> None:
         return "<[2]>"  # as if <|im_start|> were the mark
 
     for may_answer in (False, True):
-        text = grammar_of_calls(CALL_FORMATS["mistral"], [NOTHING], spell, may_answer=may_answer)
+        text = CallGrammar(CALL_FORMATS["mistral"], [NOTHING], spell, may_answer=may_answer).text()
         start = grammars.compile(StructuredOutputsParams(grammar=text))
         assert 2 in allowed(start) and (len(allowed(start)) > 1) == may_answer
         assert not start.advance(2)
@@ -327,9 +328,9 @@ def test_special_tokens_are_marks(grammars: Grammars) -> None:
 def test_tokens_end_the_texts_of_tags(grammars: Grammars) -> None:
     tokens = {"<tool_call>": "<[2]>", "</arg_value>": "<[3]>"}
     free = Function("f", closed(a={"type": "string"}))
-    text = grammar_of_calls(
+    text = CallGrammar(
         CALL_FORMATS["glm45"], [free], lambda mark: tokens.get(mark, json.dumps(mark))
-    )
+    ).text()
     start = grammars.compile(StructuredOutputsParams(grammar=text))
     assert allowed(start) == [2] and not start.advance(2)
     for part in ("f\n<arg_key>a</arg_key>\n<arg_value>", "a <arg_key> and\n<b>"):
@@ -357,7 +358,7 @@ def test_what_tags_cannot_say_is_formed_as_json(schema: dict[str, Any]) -> None:
 def test_unions_with_text_are_free_text(grammars: Grammars) -> None:
     plain = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     odd = Function("f", closed(a=plain, b={"enum": ["x", 5, None]}))
-    text = grammar_of_calls(CALL_FORMATS["qwen3_coder"], [odd], json.dumps)
+    text = CallGrammar(CALL_FORMATS["qwen3_coder"], [odd], json.dumps).text()
     call = (
         "<tool_call>\n<function=f>\n<parameter=a>\n<b> & null\n</parameter>\n"
         "<parameter=b>\n5\n</parameter>\n</function>\n</tool_call>"
@@ -376,7 +377,7 @@ def test_schemas_lose_what_says_nothing_and_no_more() -> None:
 def test_names_that_python_cannot_say_are_refused() -> None:
     odd = Function("f", closed(**{"a b": {"type": "null"}}))
     with pytest.raises(InvalidRequest, match="'a b' cannot be a keyword"):
-        grammar_of_calls(CALL_FORMATS["pythonic"], [odd], json.dumps)
+        CallGrammar(CALL_FORMATS["pythonic"], [odd], json.dumps).text()
 
 
 AHEAD = 128  # tokens that may be drawn before the newest is seen

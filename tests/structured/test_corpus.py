@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.server.tool_calls.answer import ThoughtState
+from jaxserve.server.tool_calls.answer import AnswerReader
 from jaxserve.server.tool_calls.answer_parts import CallPart, Content, Message, Thought
-from jaxserve.server.tool_calls.dialect import AnswerReader, answer_reader
-from jaxserve.server.tool_calls.formats import CALL_FORMATS, THINKING_FORMATS
+from jaxserve.server.tool_calls.formats import CALL_FORMATS
+from jaxserve.server.tool_calls.thoughts import THINKING_FORMATS, ThoughtState
+from scripts.lib.answer_reader import answer_reader
 
 FOLDER = Path(__file__).parent / "corpus"
 TOOLS = json.loads((FOLDER / "tools.json").read_text())

@@ -12,9 +12,10 @@ import pytest
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.schema.openai import ChatRequest
-from jaxserve.server.tool_calls.answer import ThoughtState, readers_of
+from jaxserve.server.tool_calls.answer import readers_of
 from jaxserve.server.tool_calls.answer_parts import CallPart
 from jaxserve.server.tool_calls.custom_tools import CustomInput
+from jaxserve.server.tool_calls.thoughts import ThoughtState
 from jaxserve.server.tool_calls.tools import ToolUse, tool_use
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import Constraint, Grammars

@@ -20,7 +20,8 @@ from jaxserve.server.schema.openai import (
     ResponseFormat,
     Tool,
 )
-from jaxserve.server.tool_calls.answer import ThoughtState, readers_of
+from jaxserve.server.tool_calls.answer import readers_of
+from jaxserve.server.tool_calls.thoughts import ThoughtState
 from jaxserve.server.tool_calls.tools import tool_use
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.text.grammars import Grammars, lark_problem, schema_problem

@@ -9,17 +9,25 @@ defines `Name`, and not to everything that the package's __init__.py imports.
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
+import os
+import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("jaxserve", "pallas_kernels", "scripts", "tests")
 DAY = "day"  # in place of a commit: the newest one that is more than a day old
+STORE = Path.home() / ".cache/jaxserve-tests/references.json"
 # A change of one of these files concerns every test.
 EVERYWHERE = (
     "pyproject.toml",
@@ -28,10 +36,14 @@ EVERYWHERE = (
     "tests/conftest.py",
     "tests/support/selection.py",
 )
+# After a change of one of these files the weekly tests run too: it may change all libraries.
+LIBRARIES = frozenset({"pyproject.toml", "scripts/constraints.txt"})
 # These tests read the whole tree and take seconds, so every selection has them.
 READ_THE_TREE = tuple(
     f"tests/test_{name}.py" for name in ("floors", "style", "pages", "installation", "selection")
 )
+# A text that may name a module or a file of the repository.
+NAMES = re.compile(r"[\w.-]*[./][\w./-]*|[A-Z]+")
 # Files that the code reads by their folder, and the module that knows the folder.
 DATA = {"jaxserve/demo_model/": "jaxserve/settings/config.py"}
 
@@ -118,13 +130,77 @@ def _is_same(before: str, after: str) -> bool:
     return ast.dump(trees[0]) == ast.dump(trees[1])
 
 
-def _started(node: ast.AST) -> Iterator[str]:
-    # Modules that a list of words starts, such as [python, "-m", "jaxserve"].
-    items = node.elts if isinstance(node, ast.List | ast.Tuple) else ()
-    words = [item.value if isinstance(item, ast.Constant) else None for item in items]
-    for before, word in pairwise(words):
-        if before == "-m" and isinstance(word, str):
-            yield word
+class References(NamedTuple):
+    """The modules and files that a source may refer to.
+
+    Attributes:
+        imports: of each import statement its level, or -1 for `import module`, the module, and the
+            imported names with the names that they get.
+        texts: texts that match `NAMES`.
+        started: modules that a list of words starts, such as [python, "-m", "jaxserve"].
+    """
+
+    imports: list[tuple[int, str, list[tuple[str, str]]]]
+    texts: list[str]
+    started: list[str]
+
+
+def references(source: str) -> References:
+    """Return the references of a Python source."""
+    imports: list[tuple[int, str, list[tuple[str, str]]]] = []
+    texts, started = set(), []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and NAMES.fullmatch(node.value):
+                texts.add(node.value)
+        elif isinstance(node, ast.List | ast.Tuple):
+            words = [item.value if isinstance(item, ast.Constant) else None for item in node.elts]
+            started += [
+                word for before, word in pairwise(words) if before == "-m" and isinstance(word, str)
+            ]
+        elif isinstance(node, ast.Import):
+            imports += [(-1, alias.name, []) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(alias.name, alias.asname or alias.name) for alias in node.names]
+            imports.append((node.level, node.module or "", names))
+    return References(imports, sorted(texts), started)
+
+
+class KnownReferences:
+    """The references of sources, which processes share in a file: parsing the tree takes seconds.
+
+    Args:
+        path: the file, or None to keep the references in memory.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._known: dict[str, Any] = {}
+        self._has_new = False
+        # Of another Python or another version of `references`, the file holds nothing.
+        self._version = [sys.version, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()]
+        with suppress(OSError, ValueError):
+            version, known = json.loads(path.read_text()) if path is not None else ([], {})
+            self._known = known if version == self._version else {}
+
+    def of(self, source: str) -> References:
+        """Return the references of a source."""
+        key = hashlib.sha256(source.encode()).hexdigest()
+        if key not in self._known:
+            self._known[key], self._has_new = references(source), True
+        return References(*self._known[key])
+
+    def keep(self, sources: Iterable[str]) -> None:
+        """Write the references of the sources, if some of them are new, for other processes."""
+        if self._path is None or not self._has_new:
+            return
+        keys = [hashlib.sha256(source.encode()).hexdigest() for source in sources]
+        known = {key: self._known[key] for key in keys if key in self._known}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        part = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        part.write_text(json.dumps([self._version, known]))
+        part.replace(self._path)
+        self._has_new = False
 
 
 def files_of(since: str | None, changed: str | None) -> frozenset[str]:
@@ -146,10 +222,12 @@ class Graph:
     Attributes:
         sources: text of each Python file, by its path from the root.
         others: paths of all other files.
+        known: the references of the sources.
     """
 
     sources: Mapping[str, str]
     others: frozenset[str] = frozenset()
+    known: KnownReferences = field(default_factory=KnownReferences)
     _edges: dict[str, frozenset[str]] = field(default_factory=dict)
     _closures: dict[str, frozenset[str]] = field(default_factory=dict)
 
@@ -167,7 +245,11 @@ class Graph:
                     sources[name] = path.read_text()
                 else:
                     others.append(name)
-        return cls(sources, frozenset(others))
+        graph = cls(sources, frozenset(others), KnownReferences(STORE))
+        for source in sources.values():
+            graph.known.of(source)
+        graph.known.keep(sources.values())
+        return graph
 
     @cached_property
     def modules(self) -> dict[str, str]:
@@ -184,18 +266,18 @@ class Graph:
         homes: dict[str, dict[str, str]] = {}
         for package, path in self.modules.items():
             if path.endswith("/__init__.py"):
-                names = homes.setdefault(package, {})
-                for node in ast.walk(ast.parse(self.sources[path])):
-                    if isinstance(node, ast.ImportFrom):
-                        module = self._absolute(node, path)
-                        names |= {alias.asname or alias.name: module for alias in node.names}
+                homes[package] = {
+                    named: self._absolute(level, module, path)
+                    for level, module, names in self.known.of(self.sources[path]).imports
+                    for _, named in names
+                }
         return homes
 
-    def _absolute(self, node: ast.ImportFrom, path: str) -> str:
-        if not node.level:
-            return node.module or ""
-        package = path.split("/")[: -node.level]
-        return ".".join([*package, *([node.module] if node.module else [])])
+    def _absolute(self, level: int, module: str, path: str) -> str:
+        if not level:
+            return module
+        package = path.split("/")[:-level]
+        return ".".join([*package, module] if module else package)
 
     def _named(self, module: str, name: str, most: int = 5) -> Iterator[str]:
         # The files that `from module import name` depends on.
@@ -209,28 +291,31 @@ class Graph:
                 yield from self._named(home, name, most - 1)
 
     def _imports(self, path: str) -> Iterator[str]:
+        found = self.known.of(self.sources[path])
         is_package = path.endswith("/__init__.py")
-        for node in ast.walk(ast.parse(self.sources[path])):
-            if isinstance(node, ast.Import):
-                yield from (self.modules.get(alias.name, "") for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                if not is_package:  # an importer of a package's name goes to the name's home
-                    for alias in node.names:
-                        yield from self._named(self._absolute(node, path), alias.name)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield from self._told(node.value)
-            for module in _started(node):
-                yield self.modules.get(f"{module}.__main__", self.modules.get(module, ""))
+        for level, module, names in found.imports:
+            if level < 0:
+                yield self.modules.get(module, "")
+            elif not is_package:  # an importer of a package's name goes to the name's home
+                for name, _ in names:
+                    yield from self._named(self._absolute(level, module, path), name)
+        for text in found.texts:
+            yield from self._told(text)
+        for module in found.started:
+            yield self.modules.get(f"{module}.__main__", self.modules.get(module, ""))
 
     def _told(self, text: str) -> Iterator[str]:
-        # The files that a text names: a module, all modules of a package, or a path.
+        # The files that a text names: a module, all modules of a package, a path, or a folder.
         if "." in text and text in self.modules:
             yield self.modules[text]
             yield self.modules.get(f"{text}.__main__", "")
         elif text.endswith(".") and text[:-1] in self.modules:  # f"package.{name}"
             yield from (path for name, path in self.modules.items() if name.startswith(text))
         elif text in self.sources or text in self.others:
-            yield text
+            if text not in self.tests:  # which lists of tests name
+                yield text
+        elif text.startswith("scripts/"):  # a folder
+            yield from (name for name in self.others if name.startswith(f"{text}/"))
 
     def edges(self, path: str) -> frozenset[str]:
         """Return the files that a file depends on directly."""
@@ -279,7 +364,7 @@ class Graph:
 
     @cached_property
     def tests(self) -> list[str]:
-        return [name for name in self.sources if Path(name).name.startswith("test_")]
+        return [name for name in self.sources if "/test_" in name and name.startswith("tests/")]
 
     def concerned(self, changed: Iterable[str]) -> list[str]:
         """Return the files of tests that depend on a changed file, and READ_THE_TREE."""
@@ -320,6 +405,7 @@ class Selection:
     ) -> None:
         self._graph, self._changed = graph, changed
         self._stand = frozenset() if changed is None else graph.standing_for(changed)
+        self._reasons: dict[tuple[str, Subject], str | None] = {}
         self._concerned = None
         if only_concerned and changed is not None:
             self._concerned = frozenset(graph.concerned(changed))
@@ -334,11 +420,10 @@ class Selection:
             return None
         if self._concerned is not None and path not in self._concerned:
             return "nothing that they import changed"
-        if subject is None:
+        if subject is None or not LIBRARIES.isdisjoint(self._changed):
             return None
-        about = {
-            name
-            for name in self._graph.reached(path) & self._stand
-            if name == path or name.startswith(subject.of)
-        }
-        return None if about else f"{subject.name}: unchanged"
+        if (path, subject) not in self._reasons:
+            changed = self._graph.reached(path) & self._stand if self._stand else frozenset()
+            about = any(name == path or name.startswith(subject.of) for name in changed)
+            self._reasons[path, subject] = None if about else f"{subject.name}: unchanged"
+        return self._reasons[path, subject]

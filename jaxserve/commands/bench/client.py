@@ -83,9 +83,6 @@ async def run_load(
     """Send each request at its time, wait for all answers, and return their outcomes.
 
     Args:
-        client: from `open_client`.
-        target: the server.
-        works: the requests.
         times: time of each request, in seconds from the start.
         max_concurrency: largest number of requests in progress. A further request waits. Its
             latencies count from its sending, and `lag` is the time that it waited.

@@ -44,7 +44,6 @@ def add_bench(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare `jaxserve bench`."""
     parser = add_parser(
         "bench",
-        allow_abbrev=False,
         help="measure a server, or an engine's throughput, latency and starts",
         description="Measure a server, or an engine. Names, tables and files are those of "
         "`vllm bench`.",
@@ -56,11 +55,12 @@ def add_bench(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     _add_startup(benches.add_parser)
 
 
-def _run(name: str) -> Callable[[argparse.Namespace], int]:
+def _run(module: str, name: str = "run") -> Callable[[argparse.Namespace], int]:
     # The module, and with it numpy or JAX, is imported when the command runs.
 
     def run(arguments: argparse.Namespace) -> int:
-        return importlib.import_module(f"jaxserve.commands.bench.{name}").run(arguments)
+        bench = importlib.import_module(f"jaxserve.commands.bench.{module}")
+        return getattr(bench, name)(arguments)
 
     return run
 
@@ -134,7 +134,6 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
 def _add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add_parser(
         "serve",
-        allow_abbrev=False,
         help="load on a running server",
         description="Send requests to a server with OpenAI's API, and report its speed.",
     )
@@ -206,7 +205,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_throughput(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add_parser(
         "throughput",
-        allow_abbrev=False,
         help="answer many prompts at once",
         description="Load a model, answer all prompts at once, and report tokens a second.",
     )
@@ -216,13 +214,12 @@ def _add_throughput(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--disable-detokenize", action="store_true")
     _add_dataset(parser)
     add_engine(parser)
-    parser.set_defaults(run=_run("throughput"))
+    parser.set_defaults(run=_run("offline", "run_throughput"))
 
 
 def _add_latency(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add_parser(
         "latency",
-        allow_abbrev=False,
         help="answer a batch, over and over",
         description="Load a model, answer the same batch over and over, and report seconds.",
     )
@@ -233,13 +230,12 @@ def _add_latency(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--num-iters-warmup", type=integer_from_0, default=10, metavar="N")
     parser.add_argument("--disable-detokenize", action="store_true")
     add_engine(parser)
-    parser.set_defaults(run=_run("latency"))
+    parser.set_defaults(run=_run("offline", "run_latency"))
 
 
 def _add_startup(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser = add_parser(
         "startup",
-        allow_abbrev=False,
         help="start an engine, cold and warm",
         description="Start an engine in processes of its own, with no programs kept and with those "
         "of an earlier start, and report seconds.",
@@ -250,4 +246,4 @@ def _add_startup(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         parser.add_argument(flag, type=positive_integer, default=default, metavar="N")
     parser.add_argument("--num-iters-warmup", type=integer_from_0, default=1, metavar="N")
     add_engine(parser, excluded=("compilation_cache_dir",))
-    parser.set_defaults(run=_run("startup"))
+    parser.set_defaults(run=_run("offline", "run_startup"))

@@ -33,7 +33,6 @@ class RandomPrompts:
     Args:
         tokenizer: tokenizer of the engine for prompts of text, or None for token ids.
         is_chat: without a tokenizer, make prompts of words instead of token ids.
-        generator: random generator for the tokens.
     """
 
     def __init__(self, tokenizer: Any, is_chat: bool, generator: np.random.Generator) -> None:

@@ -26,33 +26,24 @@ class Work:
 
 @dataclass
 class Outcome:
-    """Outcome of one request. Times are in seconds; `sent` counts from the start of the run.
-
-    Attributes:
-        lag: delay of the sending. Large values mean that the client is too slow.
-        status: HTTP status, 0 without an answer.
-        ttft: time from sending to the first token.
-        itls: times between events with tokens. An event may have several tokens.
-        last: time from sending to the last token.
-        latency: time from sending to the end.
-        event_tokens: number of tokens of each event, 1 if the event has no number.
-        error: message of the failure, or empty after a complete answer.
-    """
+    """Outcome of one request. Times are in seconds; `sent` counts from the start of the run."""
 
     input_tokens: int
     sent: float = 0.0
-    lag: float = 0.0
-    status: int = 0
-    ttft: float = 0.0
+    lag: float = 0.0  # delay of the sending. Large values mean that the client is too slow.
+    status: int = 0  # HTTP status, 0 without an answer
+    ttft: float = 0.0  # time from sending to the first token
+    # Times between events with tokens. An event may have several tokens.
     itls: list[float] = field(default_factory=list)
-    latency: float = 0.0
+    latency: float = 0.0  # time from sending to the end
     output_tokens: int = 0
     finish_reason: str | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    error: str = ""
+    error: str = ""  # message of the failure, or empty after a complete answer
+    # Number of tokens of each event, 1 if the event has no number.
     event_tokens: list[int] = field(default_factory=list)
-    last: float = 0.0
+    last: float = 0.0  # time from sending to the last token
 
     @property
     def is_success(self) -> bool:
@@ -74,21 +65,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Target:
-    """Endpoint of a server, and the form of requests.
+    """Endpoint of a server, and the form of requests."""
 
-    Attributes:
-        url: address of the endpoint.
-        model: name of the model at the server.
-        is_chat: whether the endpoint is /v1/chat/completions.
-        extra: fields for every body.
-        headers: headers for every request.
-    """
-
-    url: str
-    model: str
-    is_chat: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)
-    headers: dict[str, str] = field(default_factory=dict)
+    url: str  # address of the endpoint
+    model: str  # name of the model at the server
+    is_chat: bool = False  # whether the endpoint is /v1/chat/completions
+    extra: dict[str, Any] = field(default_factory=dict)  # fields for every body
+    headers: dict[str, str] = field(default_factory=dict)  # headers for every request
 
     def body(self, work: Work) -> bytes:
         if self.is_chat:

@@ -32,11 +32,7 @@ MOST_IDS = 2**31 - 1  # for a tokenizer without a model
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve bench serve`. Return 1 if no request was answered.
-
-    Raises:
-        CommandError: the server, model, tokenizer or data set is missing.
-    """
+    """Run `jaxserve bench serve`. Return 1 if no request was answered."""
     headers = dict(arguments.header)
     key = arguments.api_key or openai_api_key()
     if key:
@@ -139,11 +135,7 @@ def _extra(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _result_path(arguments: argparse.Namespace, model: str, date: str) -> Path | None:
-    """Return the file for the results after a check that it can be written.
-
-    Raises:
-        CommandError: the file cannot be written.
-    """
+    # Fail before the load if the results cannot be written.
     if not (arguments.save_result or arguments.append_result):
         return None
     limit = arguments.max_concurrency

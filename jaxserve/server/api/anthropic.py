@@ -17,23 +17,9 @@ from jaxserve.server.api.chat import prepare
 from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
-from jaxserve.server.api.streaming import event, json_response, respond
-from jaxserve.server.schema.anthropic import (
-    AnswerBlock,
-    CountedContext,
-    CountRequest,
-    CountResponse,
-    MessagesRequest,
-    MessagesResponse,
-    MessagesUsage,
-    TextBlock,
-    ThinkingBlock,
-    ToolUseBlock,
-    as_chat,
-    merged_system,
-    output_field,
-)
-from jaxserve.server.schema.arguments import read_object
+from jaxserve.server.api.streaming import ResponseFormatter, event, json_response, respond
+from jaxserve.server.schema import anthropic as schema
+from jaxserve.server.schema.decode import read_object
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import ChatRequest, PromptTokensDetails
 from jaxserve.server.tool_calls.answer_parts import AnswerPart, Call, CallPart, Message, Thought
@@ -53,36 +39,32 @@ def renaming_request(http_request: Request) -> EndpointRequest:
 
 
 async def messages(http_request: Request) -> Response:
-    """Answer a conversation in Anthropic's form, as a document or as a stream of events.
-
-    Raises:
-        ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse` and `chat.prepare`.
-    """
+    """Answer a conversation in Anthropic's form, as a document or as a stream of events."""
     request = renaming_request(http_request)
-    body = request.parse(MessagesRequest, endpoint_fields("messages"))
+    body = request.parse(schema.MessagesRequest, endpoint_fields("messages"))
     chat = await template_chat(request, body)
     formatter = MessagesFormatter(body.context_management is not None)
     generation = await prepare(request, chat)
     return await respond(http_request, generation, formatter, bool(body.stream))
 
 
-async def template_chat(request: EndpointRequest, body: CountRequest) -> ChatRequest:
+async def template_chat(request: EndpointRequest, body: schema.CountRequest) -> ChatRequest:
     """Return the chat request for a request in Anthropic's form, as the model's template takes it.
 
     Raises:
         ApiError: there is no such model.
         InvalidRequest: a field is wrong, which the error names.
     """
-    field = output_field(body) if body.json_schema is None else "json_schema"
-    request.renamed |= {"structured_outputs": field, "response_format": output_field(body)}
-    chat = as_chat(body)
+    field = schema.output_field(body) if body.json_schema is None else "json_schema"
+    request.renamed |= {"structured_outputs": field, "response_format": schema.output_field(body)}
+    chat = schema.as_chat(body)
     drop_budget(request, chat)
     if any(message.role == "system" for message in chat.messages[1:]):
         try:
             model = request.find_model(chat.model)
             await model.render_as_it_is(_PROBE, {"add_generation_prompt": False})
         except InvalidRequest:
-            return merged_system(chat)
+            return schema.merged_system(chat)
     return chat
 
 
@@ -108,31 +90,26 @@ def drop_budget(request: EndpointRequest, chat: ChatRequest) -> None:
 
 
 async def count_tokens(http_request: Request) -> Response:
-    """Answer with the number of tokens of a conversation, rendered by the chat template.
-
-    Raises:
-        ApiError: the body is malformed, or there is no such model.
-        InvalidRequest: a field is wrong, which the error names.
-    """
+    """Answer with the number of tokens of a conversation, rendered by the chat template."""
     request = renaming_request(http_request)
-    body = request.parse(CountRequest, endpoint_fields("messages"))
+    body = request.parse(schema.CountRequest, endpoint_fields("messages"))
     chat = await template_chat(request, body)
     model = request.find_model(chat.model)
-    counted = CountResponse(len(await template_ids(chat, model)))
+    counted = schema.CountResponse(len(await template_ids(chat, model)))
     if body.context_management is not None:
-        counted.context_management = CountedContext(counted.input_tokens)
+        counted.context_management = schema.CountedContext(counted.input_tokens)
     return json_response(counted)
 
 
-def _blocks(message: Message) -> list[AnswerBlock]:
-    blocks: list[AnswerBlock] = []
+def _blocks(message: Message) -> list[schema.AnswerBlock]:
+    blocks: list[schema.AnswerBlock] = []
     if message.reasoning:
-        blocks.append(ThinkingBlock(thinking=message.reasoning))
+        blocks.append(schema.ThinkingBlock(thinking=message.reasoning))
     if message.content or not message.calls:
-        blocks.append(TextBlock(text=message.content))
+        blocks.append(schema.TextBlock(text=message.content))
     for call in message.calls:
         arguments = read_object(call.arguments)
-        blocks.append(ToolUseBlock(id=call.id, name=call.name, input=arguments or {}))
+        blocks.append(schema.ToolUseBlock(id=call.id, name=call.name, input=arguments or {}))
     return blocks
 
 
@@ -144,7 +121,7 @@ def _is_whole(call: Call) -> bool:
     return True
 
 
-class MessagesFormatter:
+class MessagesFormatter(ResponseFormatter):
     """Formatter of Anthropic's messages, as one document or as the events of a stream.
 
     Args:
@@ -158,10 +135,10 @@ class MessagesFormatter:
         self._num_blocks = 0
         self._open: type | int | None = None  # type of the open block, or the index of a call
 
-    def _usage(self, generation: Generation, drawn: int) -> MessagesUsage:
+    def _usage(self, generation: Generation, drawn: int) -> schema.MessagesUsage:
         usage = generation.usage()
         details = usage.prompt_tokens_details or PromptTokensDetails(0)
-        return MessagesUsage(
+        return schema.MessagesUsage(
             input_tokens=usage.prompt_tokens - details.cached_tokens - details.created_cache_tokens,
             output_tokens=drawn,
             cache_creation_input_tokens=details.created_cache_tokens,
@@ -178,10 +155,10 @@ class MessagesFormatter:
             return "tool_use", None
         return _STOP_REASONS.get(choice.finish_reason or "", "end_turn"), None
 
-    def whole(self, generation: Generation) -> MessagesResponse:
+    def whole(self, generation: Generation) -> schema.MessagesResponse:
         choice = generation.choices[0]
         reason, sequence = self._stop(choice)
-        response = MessagesResponse(
+        response = schema.MessagesResponse(
             id=self._id,
             model=generation.model.name,
             content=_blocks(choice.message),
@@ -194,7 +171,7 @@ class MessagesFormatter:
         return response
 
     def opening(self, generation: Generation) -> bytes:
-        message = MessagesResponse(
+        message = schema.MessagesResponse(
             id=self._id,
             model=generation.model.name,
             content=[],
@@ -202,24 +179,24 @@ class MessagesFormatter:
         )
         return _event("message_start", message=message)
 
-    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        return b"".join([self._piece(piece) for part in parts for piece in part.pieces])
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
+        return b"".join([self._piece(piece) for piece in part.pieces])
 
     def _piece(self, piece: AnswerPart) -> bytes:
         if isinstance(piece, CallPart):
-            block = ToolUseBlock(id=piece.id or "", name=piece.name or "", input={})
+            block = schema.ToolUseBlock(id=piece.id or "", name=piece.name or "", input={})
             opened = self._begin(piece.index, block)
             delta = {"type": "input_json_delta", "partial_json": piece.arguments}
         elif isinstance(piece, Thought):
-            opened = self._begin(Thought, ThinkingBlock(thinking=""))
+            opened = self._begin(Thought, schema.ThinkingBlock(thinking=""))
             delta = {"type": "thinking_delta", "thinking": piece.text}
         else:
-            opened = self._begin(TextBlock, TextBlock(text=""))
+            opened = self._begin(schema.TextBlock, schema.TextBlock(text=""))
             delta = {"type": "text_delta", "text": piece.text}
         index = self._num_blocks - 1
         return opened + _event("content_block_delta", index=index, delta=delta)
 
-    def _begin(self, kind: type | int, block: AnswerBlock) -> bytes:
+    def _begin(self, kind: type | int, block: schema.AnswerBlock) -> bytes:
         if kind == self._open:
             return b""
         closed = self._end()
@@ -244,7 +221,7 @@ class MessagesFormatter:
         usage = self._usage(generation, len(choice.token_ids))
         empty = b""
         if not (choice.message.content or choice.message.calls):
-            empty = self._begin(TextBlock, TextBlock(text=""))
+            empty = self._begin(schema.TextBlock, schema.TextBlock(text=""))
         return b"".join(
             (
                 empty,

@@ -38,8 +38,6 @@ class InnerClient:
     """Client that calls the endpoints of an application directly, without a connection.
 
     Args:
-        asgi: the Starlette application.
-        config: the server's settings.
         is_behind: whether other clients take precedence, as described in `ServedModel.behind`.
     """
 
@@ -52,7 +50,6 @@ class InnerClient:
         """Return the answer to a line of a batch. Errors become answers with their status.
 
         Args:
-            line: path and body of the request.
             owner: digest of the API key of the batch, or None.
         """
         request_id, renamed = uuid4().hex, {}
@@ -92,7 +89,6 @@ class BatchService:
     """Scheduler of the lines of batches: a line starts if a slot is free and no request waits.
 
     Args:
-        models: the server's models.
         client: sends the lines to the endpoints.
     """
 

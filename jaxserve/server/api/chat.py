@@ -13,40 +13,21 @@ from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
+from jaxserve.server.api import conversations
 from jaxserve.server.api.chat_calls import ChatCalls
-from jaxserve.server.api.conversations import as_template_messages, render, template_options
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
-from jaxserve.server.api.streaming import DONE, event, respond
-from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.functions import as_tools
-from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts
-from jaxserve.server.schema.openai import (
-    ChatChoice,
-    ChatChunk,
-    ChatDelta,
-    ChatRequest,
-    ChatResponse,
-    ChunkChoice,
-    FunctionCall,
-    PromptLogprobs,
-)
-from jaxserve.server.schema.sampling import (
-    GUIDED,
-    check_sizes,
-    check_stream,
-    form_field,
-    most_tokens,
-    sampling_params,
-    with_ends,
-)
+from jaxserve.server.api.streaming import ChoiceFormatter, event, respond
+from jaxserve.server.schema import openai
+from jaxserve.server.schema import sampling as sampling_fields
+from jaxserve.server.schema.logprobs import ChatLogprobs
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.tools import ToolUse, tool_use
 from jaxserve.settings.compat import endpoint_fields
 from jaxserve.structured import StructuredOutputsParams
 
 
-def _wanted_logprobs(body: ChatRequest) -> int | None:
+def _wanted_logprobs(body: openai.ChatRequest) -> int | None:
     if not body.logprobs:
         if body.top_logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
@@ -54,7 +35,7 @@ def _wanted_logprobs(body: ChatRequest) -> int | None:
     return body.top_logprobs or 0
 
 
-async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
+async def prepare(request: EndpointRequest, body: openai.ChatRequest) -> Generation:
     """Check a chat request, render its conversation, and return its generation, not yet started.
 
     Raises:
@@ -62,10 +43,10 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
         InvalidRequest: a field is wrong, which the error names.
         Overloaded: the queue is full.
     """
-    check_stream(body)
+    sampling_fields.check_stream(body)
     model = request.find_model(body.model)
-    max_tokens = model.max_tokens(most_tokens(body, request.renamed))
-    request.renamed.setdefault("structured_outputs", form_field(body))
+    max_tokens = model.max_tokens(sampling_fields.most_tokens(body, request.renamed))
+    request.renamed.setdefault("structured_outputs", sampling_fields.form_field(body))
     model.tokenizer()  # raises if the model has no tokenizer
     dialect = model.dialect
     may_choose = request.config.enable_auto_tool_choice
@@ -76,10 +57,10 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
     if tools is not None and tools.grammar is not None:
         request.renamed["structured_outputs"] = "tools"
     request.admit(model, sampling.n)
-    options = await template_options(body, model)
+    options = await conversations.template_options(body, model)
     if tools is not None:
         options["tools"] = tools.described
-    prompt = await render(model, body.messages, body, options)
+    prompt = await conversations.render(model, body.messages, body, options)
     marks = dialect.marks(prompt, tools, sampling.structured_outputs is not None)
     engine_requests = [await request.engine_request(model, prompt, sampling, body, marks)]
     formats = [dialect.answer_format(prompt, tools, body.include_reasoning is not False)]
@@ -87,7 +68,7 @@ async def prepare(request: EndpointRequest, body: ChatRequest) -> Generation:
 
 
 def chat_sampling(
-    body: ChatRequest, model: ServedModel, max_tokens: int | None, tools: ToolUse | None
+    body: openai.ChatRequest, model: ServedModel, max_tokens: int | None, tools: ToolUse | None
 ) -> SamplingParams:
     """Return the sampling parameters of a chat request, extended for its tools and thoughts.
 
@@ -97,8 +78,8 @@ def chat_sampling(
     Raises:
         InvalidRequest: a field is wrong, which the error names.
     """
-    check_sizes(body, model.limits.vocab_size)
-    sampling = sampling_params(
+    sampling_fields.check_sizes(body, model.limits.vocab_size)
+    sampling = sampling_fields.sampling_params(
         body, model.default_sampling, max_tokens, _wanted_logprobs(body), body.prompt_logprobs
     )
     if body.thinking_token_budget not in (None, -1):  # unlimited, as vLLM has it
@@ -107,11 +88,11 @@ def chat_sampling(
         sampling = replace(sampling, skip_special_tokens=False)
     ends = [*(sampling.stop_token_ids or ()), *model.limits.eos_token_ids]
     if more := [token for token in model.dialect.stop_token_ids if token not in ends]:
-        sampling = with_ends(sampling, more)
+        sampling = sampling_fields.with_ends(sampling, more)
     if tools is None or tools.grammar is None:
         return sampling
-    field = form_field(body)
-    if body.structured_outputs is not None or field in GUIDED:
+    field = sampling_fields.form_field(body)
+    if body.structured_outputs is not None or field in sampling_fields.GUIDED:
         raise InvalidRequest(
             f"{field} and calls of tools that must be well formed exclude each other", field
         )
@@ -119,17 +100,13 @@ def chat_sampling(
 
 
 async def chat_completions(http_request: Request) -> Response:
-    """Answer a conversation `n` times, as a document or as a stream of events.
-
-    Raises:
-        ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse` and `prepare`.
-    """
+    """Answer a conversation `n` times, as a document or as a stream of events."""
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
-    body = request.parse(ChatRequest, endpoint_fields("chat"))
+    body = request.parse(openai.ChatRequest, endpoint_fields("chat"))
     if body.functions:
         request.renamed |= {"tools": "functions", "tool_choice": "function_call"}
-    chat = as_tools(body)
+    chat = conversations.as_tools(body)
     if body.echo and body.prompt_logprobs is None and body.logprobs and not body.stream:
         chat.prompt_logprobs = body.top_logprobs or 0
         request.renamed["prompt_logprobs"] = "echo"
@@ -149,13 +126,12 @@ class Echo:
     text: str = ""
 
 
-def echo_of(body: ChatRequest, role: str) -> Echo:
+def echo_of(body: openai.ChatRequest, role: str) -> Echo:
     """Return the role of a request's answers, and the text that they repeat with `echo`.
 
     By vLLM's rules, answers repeat the last message if it has their role.
 
     Args:
-        body: the request.
         role: role of answers that begin a message.
     """
     begins = body.add_generation_prompt is not False and not body.continue_final_message
@@ -163,37 +139,30 @@ def echo_of(body: ChatRequest, role: str) -> Echo:
     role = role if begins else last.role
     if not body.echo or last.role != role:
         return Echo(role)
-    return Echo(role, str(as_template_messages([last])[0]["content"]))
+    return Echo(role, str(conversations.as_template_messages([last])[0]["content"]))
 
 
-class ChatFormatter:
+class ChatFormatter(ChoiceFormatter):
     """Formatter of chat completions, as one document or as the events of a stream.
 
     Args:
-        body: the request.
         tokenizer: spells tokens in log-probabilities.
-        answer_id: id of the answer.
         echo: role of the answers, and the text that they repeat.
     """
 
-    def __init__(self, body: ChatRequest, tokenizer: Any, answer_id: str, echo: Echo) -> None:
+    def __init__(
+        self, body: openai.ChatRequest, tokenizer: Any, answer_id: str, echo: Echo
+    ) -> None:
+        self._owes_prompt = body.prompt_logprobs is not None
+        super().__init__(body, tokenizer, answer_id, self._owes_prompt)
         self._body = body
         self._tokenizer = tokenizer
-        self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
-        self._id = answer_id
         self._echo = echo
-        self._ids = bool(body.return_token_ids)
         self._is_older = bool(body.functions)
         self._calls = ChatCalls(body.tools or [])
-        options = body.stream_options
-        self._usage = bool(options and options.include_usage)
-        self._continuous = self._usage and bool(options and options.continuous_usage_stats)
-        self._sent: list[int] = []  # number of tokens sent of each choice
-        self._owes_prompt = body.prompt_logprobs is not None
-        self._held: list[ChoicePart] = []  # parts that wait for the log-probabilities of the prompt
 
-    def whole(self, generation: Generation) -> ChatResponse:
-        response = ChatResponse(
+    def whole(self, generation: Generation) -> openai.ChatResponse:
+        response = openai.ChatResponse(
             self._id,
             generation.created,
             generation.model.name,
@@ -204,16 +173,13 @@ class ChatFormatter:
             response.prompt_token_ids = generation.choices[0].prompt_token_ids
         if self._body.return_prompt_text:
             response.prompt_text = self._prompt_text(generation)
-        response.prompt_logprobs = self._of_prompt(generation)
+        width = self._body.prompt_logprobs
+        response.prompt_logprobs = self._of_prompt(generation, generation.choices[0], width)
         response.metrics = generation.timing()
         return response
 
     def _prompt_text(self, generation: Generation) -> str:
         return self._tokenizer.decode(generation.choices[0].prompt_token_ids, False)
-
-    def _of_prompt(self, generation: Generation) -> PromptLogprobs | None:
-        prompt, scores = generation.choices[0].prompt_token_ids, generation.prompt_logprobs[0]
-        return self._texts.prompt(prompt, scores, self._body.prompt_logprobs)
 
     def _logprobs(self, part: ChoicePart | Choice) -> ChatLogprobs | None:
         if not self._body.logprobs:
@@ -221,81 +187,67 @@ class ChatFormatter:
         listed = bool(self._body.logprob_token_ids)  # vLLM shows the sampled token as one of them
         return ChatLogprobs(self._texts.chat(part.token_ids, part.logprobs, listed))
 
-    def _choice(self, generation: Generation, drawn: Choice) -> ChatChoice:
+    def _choice(self, generation: Generation, drawn: Choice) -> openai.ChatChoice:
         reason, answer = generation.finish_reason(drawn), self._calls.answer(drawn.message)
         answer.role = self._echo.role
         if self._echo.text:
             answer.content = self._echo.text + (answer.content or "")
         if self._is_older and answer.tool_calls:
             call = drawn.message.calls[0]
-            answer.function_call = FunctionCall(name=call.name, arguments=call.arguments)
+            answer.function_call = openai.FunctionCall(name=call.name, arguments=call.arguments)
             answer.tool_calls = msgspec.UNSET
             reason = "function_call" if reason == "tool_calls" else reason
-        choice = ChatChoice(drawn.index, answer, self._logprobs(drawn), reason, drawn.stop_reason)
+        choice = openai.ChatChoice(
+            drawn.index, answer, self._logprobs(drawn), reason, drawn.stop_reason
+        )
         if self._ids:
             choice.token_ids = drawn.token_ids
         return choice
 
-    def _chunk(self, generation: Generation, choices: list[ChunkChoice]) -> ChatChunk:
-        chunk = ChatChunk(self._id, generation.created, generation.model.name, choices)
-        if self._continuous:
-            chunk.usage = generation.usage(self._sent)
-        elif self._usage:
-            chunk.usage = None
+    def _response(
+        self, generation: Generation, choices: list[openai.ChunkChoice]
+    ) -> openai.ChatChunk:
+        return openai.ChatChunk(self._id, generation.created, generation.model.name, choices)
+
+    def _event(self, generation: Generation, choices: list[openai.ChunkChoice]) -> openai.ChatChunk:
+        chunk = super()._event(generation, choices)
         if self._owes_prompt and generation.prompt_logprobs[0] is not None:
-            self._owes_prompt, chunk.prompt_logprobs = False, self._of_prompt(generation)
+            width, self._owes_prompt = self._body.prompt_logprobs, False
+            chunk.prompt_logprobs = self._of_prompt(generation, generation.choices[0], width)
         return chunk
 
     def opening(self, generation: Generation) -> bytes:
-        chunks = []
-        self._sent = [0] * len(generation.choices)
+        chunks = [super().opening(generation)]
         for choice in generation.choices:
-            delta = ChatDelta(self._echo.role, "")
-            chunk = self._chunk(generation, [ChunkChoice(choice.index, delta)])
+            delta = openai.ChatDelta(self._echo.role, "")
+            chunk = self._event(generation, [openai.ChunkChoice(choice.index, delta)])
             chunk.prompt_token_ids = choice.prompt_token_ids if self._ids else None
             if self._body.return_prompt_text:
                 chunk.prompt_text = self._prompt_text(generation)
             chunks.append(event(chunk))
             if self._echo.text:
-                repeated = ChunkChoice(choice.index, ChatDelta(content=self._echo.text))
-                chunks.append(event(self._chunk(generation, [repeated])))
+                repeated = openai.ChunkChoice(
+                    choice.index, openai.ChatDelta(content=self._echo.text)
+                )
+                chunks.append(event(self._event(generation, [repeated])))
         return b"".join(chunks)
 
-    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        chunks = []
-        if self._owes_prompt and generation.prompt_logprobs[0] is None:
-            self._held += parts
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
+        if not (
+            part.pieces or self._owes_prompt or part.finish_reason or self._ids or part.logprobs
+        ):
             return b""
-        parts, self._held = self._held + parts, []
-        for part in parts:
-            self._sent[part.index] += len(part.token_ids)
-            if not (
-                part.pieces or self._owes_prompt or part.finish_reason or self._ids or part.logprobs
-            ):
-                continue
-            choice = ChunkChoice(part.index, self._calls.delta(part), self._logprobs(part))
-            if part.finish_reason:
-                choice.finish_reason = generation.finish_reason(generation.choices[part.index])
-                choice.stop_reason = part.stop_reason
-            if self._is_older:
-                _make_older(choice)
-            choice.token_ids = part.token_ids if self._ids else None
-            chunks.append(event(self._chunk(generation, [choice])))
-        return b"".join(chunks)
-
-    def closing(self, generation: Generation) -> bytes:
-        if not self._usage:
-            return DONE
-        chunk = self._chunk(generation, [])
-        chunk.usage = generation.usage()
-        chunk.metrics = generation.timing()
-        return event(chunk) + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        return event(error.body()) + DONE
+        choice = openai.ChunkChoice(part.index, self._calls.delta(part), self._logprobs(part))
+        if part.finish_reason:
+            choice.finish_reason = generation.finish_reason(generation.choices[part.index])
+            choice.stop_reason = part.stop_reason
+        if self._is_older:
+            _make_older(choice)
+        choice.token_ids = part.token_ids if self._ids else None
+        return event(self._event(generation, [choice]))
 
 
-def _make_older(choice: ChunkChoice) -> None:
+def _make_older(choice: openai.ChunkChoice) -> None:
     delta = choice.delta
     if delta.tool_calls:
         delta.function_call, delta.tool_calls = delta.tool_calls[0].function or None, None

@@ -15,28 +15,19 @@ from jaxserve.request import Request as EngineRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
-from jaxserve.server.api.streaming import DONE, event, respond
+from jaxserve.server.api.infill import end_tokens, infill_prompt
+from jaxserve.server.api.streaming import ChoiceFormatter, event, respond
 from jaxserve.server.api.whole_context import WholeContextGeneration, draw_last, fills_context
-from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.logprobs import CompletionLogprobs, CompletionTokens, TokenTexts, joined
+from jaxserve.server.schema import sampling as sampling_fields
+from jaxserve.server.schema.logprobs import CompletionLogprobs, CompletionTokens, joined
 from jaxserve.server.schema.openai import (
     CompletionChoice,
     CompletionRequest,
     CompletionResponse,
-    PromptLogprobs,
     Usage,
-)
-from jaxserve.server.schema.sampling import (
-    check_sizes,
-    check_stream,
-    form_field,
-    most_tokens,
-    sampling_params,
-    with_ends,
 )
 from jaxserve.server.served.models import ServedModel
 from jaxserve.settings.compat import endpoint_fields
-from jaxserve.text.infill import end_tokens, infill_prompt
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -60,13 +51,7 @@ def as_prompts(prompt: str | list) -> list[str | list[int]]:
 
 
 async def completions(http_request: Request) -> Response:
-    """Complete each prompt `n` times, and answer with a document or a stream of events.
-
-    Raises:
-        ApiError: the body is malformed, there is no such model, or the server is stopping.
-        InvalidRequest: a field is wrong, which the error names.
-        Overloaded: the queue is full.
-    """
+    """Complete each prompt `n` times, and answer with a document or a stream of events."""
     request = EndpointRequest(http_request)
     body = request.parse(CompletionRequest, endpoint_fields("completions"))
     generation, texts = await prepare_completions(request, body)
@@ -82,21 +67,20 @@ async def prepare_completions(
     """Check a request and tokenize its prompts.
 
     Args:
-        request: the HTTP request.
-        body: its parsed body.
         scores_whole: accept prompts as long as the context if the request asks only for the echo
             of the prompts and their log-probabilities.
 
     Returns:
         The generation, not yet started, and for each prompt the text that its completions repeat.
 
-    Raises: as `completions`.
+    Raises:
+        ApiError, InvalidRequest, Overloaded: see `jaxserve.server.api`.
     """
-    check_stream(body)
-    request.renamed["structured_outputs"] = form_field(body)
+    sampling_fields.check_stream(body)
+    request.renamed["structured_outputs"] = sampling_fields.form_field(body)
     model = request.find_model(body.model)
     prompts = as_prompts(body.prompt)
-    max_tokens = most_tokens(body, request.renamed)
+    max_tokens = sampling_fields.most_tokens(body, request.renamed)
     max_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
     # The engine samples at least one token, which the answer to a mere echo omits.
     max_tokens = 1 if is_echo_only(body) else model.max_tokens(max_tokens)
@@ -104,13 +88,15 @@ async def prepare_completions(
     width = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         width = wider(body.logprobs, width)
-    check_sizes(body, model.limits.vocab_size)
-    sampling = sampling_params(body, model.default_sampling, max_tokens, body.logprobs, width)
+    sampling_fields.check_sizes(body, model.limits.vocab_size)
+    sampling = sampling_fields.sampling_params(
+        body, model.default_sampling, max_tokens, body.logprobs, width
+    )
     if sampling.logprob_token_ids and is_echo_only(body):
         name = "logprob_token_ids"
         raise InvalidRequest(f"{name} needs tokens to score: max_tokens is 0", name)
     if body.suffix:
-        sampling = with_ends(sampling, end_tokens(model.tokenizer()))
+        sampling = sampling_fields.with_ends(sampling, end_tokens(model.tokenizer()))
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of must be equal to n", "best_of")
     request.admit(model, len(prompts) * sampling.n)
@@ -166,18 +152,15 @@ def _text(model: ServedModel, prompt: str | list[int], skip_special_tokens: bool
 
 def is_echo_only(body: CompletionRequest) -> bool:
     """Return whether the request asks for its prompts and no further tokens."""
-    return bool(body.echo) and most_tokens(body) == 0
+    return bool(body.echo) and sampling_fields.most_tokens(body) == 0
 
 
-class CompletionFormatter:
+class CompletionFormatter(ChoiceFormatter):
     """Formatter of completions, as one document or as the events of a stream.
 
     Args:
-        body: the request.
         echoes: for each prompt, the text that its completions repeat.
-        sampling: sampling parameters of the prompts.
         tokenizer: spells tokens in log-probabilities. None for a model without a tokenizer.
-        answer_id: id of the answer.
     """
 
     def __init__(
@@ -188,27 +171,18 @@ class CompletionFormatter:
         tokenizer: Any,
         answer_id: str,
     ) -> None:
-        self._body = body
-        self._id = answer_id
-        self._ids = bool(body.return_token_ids)
-        self._echo_only = is_echo_only(body)
-        options = body.stream_options
-        self._usage = bool(options and options.include_usage)
-        self._continuous = self._usage and bool(options and options.continuous_usage_stats)
-        self._echoes = echoes
-        num_choices = len(echoes) * sampling.n
-        self._sent = [0] * num_choices  # number of tokens sent of each choice
-        self._fresh = set(range(num_choices))
-        self._texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
+        shows_prompt = self._echoes_logprobs or body.prompt_logprobs is not None
+        super().__init__(body, tokenizer, answer_id, shows_prompt)
+        self._body = body
+        self._echo_only = is_echo_only(body)
+        self._echoes = echoes
         # Number of alternatives shown for each token: all tokens of logprob_token_ids, if given.
         self._width = -1 if body.logprob_token_ids else body.logprobs
-        self._waits_for_prompts = self._echoes_logprobs or body.prompt_logprobs is not None
-        self._tokens = [
-            CompletionTokens(self._texts, sampling.skip_special_tokens) for _ in self._sent
-        ]
-        # Parts that wait for the prompt's log-probabilities, which come with its first completion.
-        self._held: list[ChoicePart] = []
+        numbers = range(len(echoes) * sampling.n)
+        self._fresh = set(numbers)  # choices without an event
+        skips_special = sampling.skip_special_tokens
+        self._tokens = [CompletionTokens(self._texts, skips_special) for _ in numbers]
 
     def _response(self, generation: Generation, choices: list) -> CompletionResponse:
         return CompletionResponse(self._id, generation.created, generation.model.name, choices)
@@ -234,84 +208,42 @@ class CompletionFormatter:
                 return before
         return joined(before, tokens.drawn(part.token_ids, part.logprobs, self._width or 0))
 
+    def _text(self, generation: Generation, part: ChoicePart | Choice, is_first: bool) -> str:
+        echo = self._echoes[generation.choices[part.index].prompt] if is_first else ""
+        return echo + ("" if self._echo_only else part.text)
+
+    def _choice(
+        self, generation: Generation, part: ChoicePart | Choice, is_first: bool
+    ) -> CompletionChoice:
+        drawn = generation.choices[part.index]
+        text = self._text(generation, part, is_first)
+        logprobs = self._logprobs(generation, part, is_first)
+        choice = CompletionChoice(part.index, text, logprobs, part.finish_reason, part.stop_reason)
+        if self._echo_only:
+            choice.finish_reason, choice.stop_reason = "length", None
+        if self._ids:
+            choice.token_ids = [] if self._echo_only else part.token_ids
+            choice.prompt_token_ids = drawn.prompt_token_ids if is_first else None
+        if is_first:
+            choice.prompt_logprobs = self._of_prompt(generation, drawn, self._body.prompt_logprobs)
+        return choice
+
     def whole(self, generation: Generation) -> CompletionResponse:
-        choices = []
-        for drawn in generation.choices:
-            text = self._echoes[drawn.prompt] + ("" if self._echo_only else drawn.text)
-            choice = CompletionChoice(
-                drawn.index,
-                text,
-                self._logprobs(generation, drawn, True),
-                drawn.finish_reason,
-                drawn.stop_reason,
-            )
-            if self._echo_only:
-                choice.finish_reason, choice.stop_reason = "length", None
-            if self._ids:
-                choice.token_ids = [] if self._echo_only else drawn.token_ids
-                choice.prompt_token_ids = drawn.prompt_token_ids
-            choice.prompt_logprobs = self._of_prompt(generation, drawn)
-            choices.append(choice)
+        choices = [self._choice(generation, drawn, True) for drawn in generation.choices]
         response = self._response(generation, choices)
         response.usage = self._used(generation)
         response.service_tier = response.kv_transfer_params = None
         response.metrics = generation.timing()
         return response
 
-    def _of_prompt(self, generation: Generation, choice: Choice) -> PromptLogprobs | None:
-        scores = generation.prompt_logprobs[choice.prompt]
-        return self._texts.prompt(choice.prompt_token_ids, scores, self._body.prompt_logprobs)
-
-    def opening(self, generation: Generation) -> bytes:
-        return b""
-
-    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        if self._waits_for_prompts:
-            parts, self._held = self._held + parts, []
-            ready = []
-            for part in parts:
-                prompt = generation.choices[part.index].prompt
-                is_ready = generation.prompt_logprobs[prompt] is not None
-                (ready if is_ready else self._held).append(part)
-            parts = ready
-        return b"".join([self._part(generation, part) for part in parts])
-
     def _part(self, generation: Generation, part: ChoicePart) -> bytes:
-        text = "" if self._echo_only else part.text
         is_first = part.index in self._fresh
-        self._sent[part.index] += len(part.token_ids)
-        if is_first:
-            self._fresh.discard(part.index)
-            text = self._echoes[generation.choices[part.index].prompt] + text
+        self._fresh.discard(part.index)
         shows_prompt = is_first and self._body.prompt_logprobs is not None
+        text = self._text(generation, part, is_first)
         if not (text or part.finish_reason or self._ids or part.logprobs or shows_prompt):
             return b""
-        logprobs = self._logprobs(generation, part, is_first)
-        choice = CompletionChoice(part.index, text, logprobs, part.finish_reason, part.stop_reason)
-        choice.prompt_logprobs = msgspec.UNSET
-        if shows_prompt:
-            drawn = generation.choices[part.index]
-            choice.prompt_logprobs = self._of_prompt(generation, drawn)
-        if self._echo_only:
-            choice.finish_reason, choice.stop_reason = "length", None
-        if self._ids:
-            choice.token_ids = [] if self._echo_only else part.token_ids
-            if is_first:
-                choice.prompt_token_ids = generation.choices[part.index].prompt_token_ids
-        response = self._response(generation, [choice])
-        if self._continuous:
-            response.usage = self._used(generation, self._sent)
-        elif self._usage:
-            response.usage = None
-        return event(response)
-
-    def closing(self, generation: Generation) -> bytes:
-        if not self._usage:
-            return DONE
-        response = self._response(generation, [])
-        response.usage = self._used(generation)
-        response.metrics = generation.timing()
-        return event(response) + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        return event(error.body()) + DONE
+        choice = self._choice(generation, part, is_first)
+        if not shows_prompt:
+            choice.prompt_logprobs = msgspec.UNSET
+        return event(self._event(generation, [choice]))

@@ -1,4 +1,7 @@
-"""Rendering of conversations: messages and options of a request in, token ids out."""
+"""Rendering of conversations: messages and options of a request in, token ids out.
+
+OpenAI's older `functions` and `function_call` become tools first.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import msgspec
 
 from jaxserve.engine.prompts import truncated
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.schema.arguments import given_arguments
-from jaxserve.server.schema.openai import ChatMessage, ChatRequest, ToolCall
+from jaxserve.server.schema.decode import given_arguments
+from jaxserve.server.schema.openai import ChatMessage, ChatRequest, NamedTool, Tool, ToolCall
 from jaxserve.server.served.chat_template import check_inputs
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.tool_calls.tools import allowed_tools, check_tools, described
@@ -123,3 +126,46 @@ def _leading_tokens(model: ServedModel) -> list[int]:
     plain, whole = (model.tokenizer().encode("a", flag) for flag in (False, True))
     places = range(len(whole) - len(plain) + 1)
     return whole[: next(n for n in places if whole[n : n + len(plain)] == plain)]
+
+
+def as_tools(body: ChatRequest) -> ChatRequest:
+    """Return a request with its functions as tools, of which an answer may call one.
+
+    Messages with calls and results of functions become messages of tools.
+
+    Raises:
+        InvalidRequest: the request also has tools, or has a choice but no functions.
+    """
+    if body.functions and body.tools:
+        raise InvalidRequest("functions and tools exclude each other", "functions")
+    choice = body.function_call
+    if choice not in (None, "none", "auto") and not body.functions:
+        raise InvalidRequest("function_call needs functions", "function_call")
+    messages = _without_functions(body.messages)
+    if not body.functions:
+        return (
+            body if messages is body.messages else msgspec.structs.replace(body, messages=messages)
+        )
+    named = choice if isinstance(choice, str | None) else NamedTool(function=choice)
+    return msgspec.structs.replace(
+        body,
+        tools=[Tool(function=function) for function in body.functions],
+        tool_choice=named,
+        parallel_tool_calls=False,
+    )
+
+
+def _without_functions(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Return messages with older calls as tool calls. A result belongs to the call before it."""
+    if not any(message.function_call or message.role == "function" for message in messages):
+        return messages
+    converted, number = [], 0
+    for message in messages:
+        if message.function_call is not None:
+            number += 1
+            call = ToolCall(id=f"call_{number}", function=message.function_call)
+            message = msgspec.structs.replace(message, function_call=None, tool_calls=[call])
+        elif message.role == "function":
+            message = msgspec.structs.replace(message, role="tool", tool_call_id=f"call_{number}")
+        converted.append(message)
+    return converted

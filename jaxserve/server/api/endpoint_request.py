@@ -1,10 +1,14 @@
-"""EndpointRequest: the steps that all endpoints share, from the body to the engine's request."""
+"""EndpointRequest: the steps that all endpoints share, from the body to the engine's request.
+
+Notices are log messages about requests, each of which is logged only once.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -19,7 +23,6 @@ from jaxserve.server.schema.decode import parse_json, to_schema, without_half_pa
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling, StreamOptions
 from jaxserve.server.served.models import Models, ServedModel
-from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.compat import check_fields, refuse_unsupported
 from jaxserve.text.thinking import ThinkingMarks
@@ -45,24 +48,15 @@ def check_operator(request: Request) -> None:
 
 
 class EndpointRequest:
-    """An HTTP request to an endpoint that generates or counts tokens.
-
-    Args:
-        http_request: Starlette's request.
-
-    Attributes:
-        models: the served models.
-        config: the server's settings.
-        notices: notices that are logged once.
-        renamed: maps the engine's field names to names of the endpoint, for error messages.
-    """
+    """An HTTP request to an endpoint that generates or counts tokens."""
 
     def __init__(self, http_request: Request) -> None:
         self._http_request = http_request
         self._served = http_request.app.state.served
-        self.models: Models = self._served.models
+        self.models: Models = self._served.models  # the served models
         self.config: ServerConfig = self._served.config
         self.notices: Notices = self._served.notices
+        # Maps the engine's field names to names of the endpoint, for error messages.
         self.renamed: dict[str, str] = http_request.scope["jaxserve.renamed"]
 
     @property
@@ -79,7 +73,6 @@ class EndpointRequest:
         """Decode the body and convert it to a schema.
 
         Args:
-            schema: a Struct type.
             unsupported: fields that only other endpoints serve, with their neutral values, from
                 `compat.endpoint_fields`.
             prepare: called with the decoded body, which it may change, before types are checked.
@@ -118,8 +111,6 @@ class EndpointRequest:
         """Refuse fields that are not supported. Log unknown fields, or refuse them with `strict`.
 
         Args:
-            fields: a request's fields, or the fields of an object in it.
-            served: names of the supported fields.
             place: the name of the object's own field, for error messages.
 
         Raises:
@@ -146,7 +137,6 @@ class EndpointRequest:
 
         Args:
             kind: prefix of the id, or None.
-            request_id: the body's field.
 
         Raises:
             InvalidRequest: request_id is too long, or has characters that a header cannot hold.
@@ -209,3 +199,44 @@ class EndpointRequest:
         is_slow = sampling.structured_outputs is not None
         request = await asyncio.to_thread(make) if is_slow else make()
         return model.salted(request, self._http_request.scope["jaxserve.key"])
+
+
+MAX_NAMES, MAX_NAME_CHARS = 100, 60
+# Tells the log's rate limit that the number of these records is already limited.
+_BOUNDED = {"is_bounded": True}
+
+_log = logging.getLogger(__name__)
+
+
+class Notices:
+    """Record of the notices that were logged.
+
+    Clients choose field names, so names are shortened, escaped and limited in number.
+    """
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._messages: set[str] = set()
+
+    def unknown_fields(self, names: Iterable[str]) -> None:
+        """Log unknown fields of requests, which are ignored, each name once."""
+        fresh: list[str] = []
+        for name in names:
+            if len(self._names) == MAX_NAMES:
+                break
+            shown = f"'{ascii(name[:MAX_NAME_CHARS])[1:-1][:MAX_NAME_CHARS]}'"
+            if shown not in self._names:
+                self._names.add(shown)
+                fresh.append(shown)
+        if not fresh:
+            return
+        more = ""
+        if len(self._names) == MAX_NAMES:
+            more = f"; {MAX_NAMES} names were logged by now, and further ones are not"
+        _log.warning("unknown fields are ignored: %s%s", ", ".join(fresh), more, extra=_BOUNDED)
+
+    def once(self, message: str) -> None:
+        """Log a message, unless it was logged before."""
+        if message not in self._messages:
+            self._messages.add(message)
+            _log.warning("%s", message, extra=_BOUNDED)

@@ -46,11 +46,7 @@ def _batches(request: Request) -> Batches:
 
 
 async def upload_file(request: Request) -> Response:
-    """Store an uploaded file, and answer with its description.
-
-    Raises:
-        ApiError, InvalidRequest: the server stores no files, or the form is wrong or too large.
-    """
+    """Store an uploaded file, and answer with its description."""
     files = _files(request)
     with files.receive(_owner(request)) as upload:
         form = await read_form(request, upload, files.config.body_timeout)
@@ -83,11 +79,7 @@ def _checked_seconds(seconds: int, name: str) -> int:
 
 
 async def list_files(request: Request) -> Response:
-    """Answer with a page of the client's files.
-
-    Raises:
-        ApiError, InvalidRequest: the server stores no files, or an argument is wrong.
-    """
+    """Answer with a page of the client's files."""
     query = Query(request)
     purpose = query.choice("purpose", ("batch", "batch_output"))
     listed = _files(request).list(_owner(request), purpose)
@@ -96,11 +88,7 @@ async def list_files(request: Request) -> Response:
 
 
 async def get_file(request: Request) -> Response:
-    """Answer with the description of a file.
-
-    Raises:
-        ApiError: 404, the client has no such file.
-    """
+    """Answer with the description of a file."""
     record = _files(request).get(request.path_params["file_id"], _owner(request))
     return json_response(record.file)
 
@@ -122,11 +110,7 @@ async def delete_file(request: Request) -> Response:
 
 
 async def get_content(request: Request) -> Response:
-    """Answer with the content of a file.
-
-    Raises:
-        ApiError: 404, the client has no such file.
-    """
+    """Answer with the content of a file."""
     files = _files(request)
     record = files.get(request.path_params["file_id"], _owner(request))
     headers = {"content-length": str(record.file.bytes), "x-content-type-options": "nosniff"}
@@ -141,11 +125,7 @@ async def _pieces(source: BinaryIO) -> AsyncIterator[bytes]:
 
 
 async def create_batch(request: Request) -> Response:
-    """Create a batch, which starts at once, and answer with its description.
-
-    Raises:
-        ApiError, InvalidRequest: the server runs no batches, or the body is wrong.
-    """
+    """Create a batch, which starts at once, and answer with its description."""
     batches = _batches(request)
     body = EndpointRequest(request).parse(BatchRequest)
     check_metadata(body.metadata)
@@ -155,22 +135,14 @@ async def create_batch(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    """Answer with a page of the client's batches, the newest first.
-
-    Raises:
-        ApiError, InvalidRequest: the server runs no batches, or an argument is wrong.
-    """
+    """Answer with a page of the client's batches, the newest first."""
     listed = _batches(request).list(_owner(request))
     page = Query(request).page(listed, lambda batch: batch.id, "desc")
     return json_response(BatchList(*page))
 
 
 async def get_batch(request: Request) -> Response:
-    """Answer with the description of a batch.
-
-    Raises:
-        ApiError: 404, the client has no such batch.
-    """
+    """Answer with the description of a batch."""
     return json_response(_batches(request).get(request.path_params["batch_id"], _owner(request)))
 
 

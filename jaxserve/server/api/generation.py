@@ -17,13 +17,8 @@ from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.logprobs import TokenLogprobs
+from jaxserve.server.schema import openai
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.openai import (
-    CompletionTokensDetails,
-    PerRequestMetrics,
-    PromptTokensDetails,
-    Usage,
-)
 from jaxserve.server.served.admission import prompt_tokens
 from jaxserve.server.served.models import ServedModel
 from jaxserve.server.served.request_metrics import RequestMetrics, per_request_metrics
@@ -34,35 +29,23 @@ from jaxserve.server.tool_calls.answer_parts import AnswerPart, Content, Message
 
 @dataclass
 class ChoicePart:
-    """The additions to a choice since its last part.
+    """The additions to a choice since its last part."""
 
-    Attributes:
-        index: number of the choice.
-        text, token_ids, logprobs: the new text, tokens and log-probabilities.
-        finish_reason, stop_reason: set in the last part of the choice.
-        pieces: content, reasoning and tool calls that the new text completes.
-    """
-
-    index: int
+    index: int  # number of the choice
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # set in the last part of the choice, like `stop_reason`
     stop_reason: int | str | None = None
+    # Content, reasoning and tool calls that the new text completes.
     pieces: list[AnswerPart] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass
 class Choice:
-    """One completion, as far as it has been generated.
+    """One completion, as far as it has been generated."""
 
-    Attributes:
-        index: number among the choices of all prompts of the request.
-        prompt: number of its prompt.
-        reader: separates reasoning and tool calls from content, or None if neither can occur.
-    """
-
-    index: int
+    index: int  # number among the choices of all prompts of the request
     prompt: int
     prompt_token_ids: list[int]
     text: str = ""
@@ -70,6 +53,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # Separates reasoning and tool calls from content, or None if neither can occur.
     reader: AnswerReader | None = None
 
     @property
@@ -89,13 +73,8 @@ class Generation:
     """The completions of a request's prompts. Entering it as a context starts them.
 
     Args:
-        model: the model.
         requests: the engine's requests, one for each prompt.
         formats: formats of reasoning and tool calls for each request, by default plain text.
-
-    Attributes:
-        choices: all completions, n for each prompt, in the order of the prompts.
-        prompt_logprobs: log-probabilities of each prompt, or None until they arrive.
 
     Raises:
         Overloaded: on entering, if the queue is full. No request has been started.
@@ -112,6 +91,7 @@ class Generation:
         self.requests = list(requests)
         self._formats = list(formats) or [AnswerFormat()] * len(self.requests)
         self.created = int(time.time())
+        # All completions, n for each prompt, in the order of the prompts.
         self.choices = [
             Choice(
                 0, prompt, request.prompt_token_ids.tolist(), reader=self._formats[prompt].reader()
@@ -121,6 +101,7 @@ class Generation:
         ]
         for index, choice in enumerate(self.choices):
             choice.index = index
+        # Log-probabilities of each prompt, or None until they arrive.
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(self.requests)
         self._first: dict[str, int] = {}  # number of each request's first choice
         first = 0
@@ -137,12 +118,7 @@ class Generation:
         self._trace: RequestTrace | None = None
 
     def follow(self, headers: Mapping[str, str], request_id: str) -> None:
-        """Trace the completions, if the server has a collector of traces.
-
-        Args:
-            headers: headers of the HTTP request, which may name a parent trace.
-            request_id: the id that the client knows.
-        """
+        """Trace the completions, if the server has a collector of traces."""
         if self.model.tracer is not None:
             self._trace = RequestTrace(self.model, headers, request_id)
 
@@ -303,7 +279,7 @@ class Generation:
             most = max(len(sibling.token_ids) for sibling in siblings)
             self._metrics.completed(len(siblings), most)
 
-    def timing(self) -> PerRequestMetrics | msgspec.UnsetType | None:
+    def timing(self) -> openai.PerRequestMetrics | msgspec.UnsetType | None:
         """Return the times of the completion if the request has one.
 
         Returns:
@@ -338,7 +314,7 @@ class Generation:
         while not self.is_finished:
             await self.take()
 
-    def usage(self, sent: Listing[int] | None = None) -> Usage:
+    def usage(self, sent: Listing[int] | None = None) -> openai.Usage:
         """Return the numbers of tokens: each prompt counts once, and every choice.
 
         Args:
@@ -348,14 +324,14 @@ class Generation:
         """
         prompts = sum(len(request.prompt_token_ids) for request in self.requests)
         count = sum(len(choice.token_ids) for choice in self.choices) if sent is None else sum(sent)
-        details = PromptTokensDetails(sum(self._cached.values()), self._num_published())
-        usage = Usage(prompts, count, prompts + count, details)
+        details = openai.PromptTokensDetails(sum(self._cached.values()), self._num_published())
+        usage = openai.Usage(prompts, count, prompts + count, details)
         if sent is None and self._formats[0].thinking is not None:
             thought = [
                 self._formats[choice.prompt].num_thought(choice.token_ids, choice.message.reasoning)
                 for choice in self.choices
             ]
-            usage.completion_tokens_details = CompletionTokensDetails(sum(thought))
+            usage.completion_tokens_details = openai.CompletionTokensDetails(sum(thought))
         return usage
 
     def _num_published(self) -> int:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
-from jaxserve.server.api.streaming import event, respond
+from jaxserve.server.api.streaming import ResponseFormatter, event, respond
+from jaxserve.server.schema import sampling as sampling_fields
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.openai import Sampling
-from jaxserve.server.schema.sampling import (
-    check_sizes,
-    form_field,
-    most_tokens,
-    sampling_params,
-    with_ends,
-)
 from jaxserve.settings.compat import endpoint_fields
-from jaxserve.text.infill import end_tokens, infill_prompt
 
 
 class File(msgspec.Struct, kw_only=True):
@@ -53,18 +48,15 @@ class InfillResponse(msgspec.Struct):
 
 
 async def infill(http_request: Request) -> Response:
-    """Answer with the text between two texts, as a document or as a stream of events.
-
-    Raises: as `completions.completions`.
-    """
+    """Answer with the text between two texts, as a document or as a stream of events."""
     request = EndpointRequest(http_request)
     body = request.parse(InfillRequest, endpoint_fields("infill"))
     request.renamed |= {"prompt": "input_prefix", "suffix": "input_suffix"}
-    request.renamed["structured_outputs"] = form_field(body)
+    request.renamed["structured_outputs"] = sampling_fields.form_field(body)
     model = request.find_model(body.model)
-    max_tokens = model.max_tokens(most_tokens(body, request.renamed))
-    check_sizes(body, model.limits.vocab_size)
-    sampling = sampling_params(body, model.default_sampling, max_tokens)
+    max_tokens = model.max_tokens(sampling_fields.most_tokens(body, request.renamed))
+    sampling_fields.check_sizes(body, model.limits.vocab_size)
+    sampling = sampling_fields.sampling_params(body, model.default_sampling, max_tokens)
     request.admit(model, 1)
     tokenizer = model.tokenizer()
     files = "".join(f"{file.filename}\n{file.text}\n" for file in body.input_extra or ())
@@ -76,12 +68,12 @@ async def infill(http_request: Request) -> Response:
         return ids + (tokenizer.encode(body.prompt, False) if body.prompt else [])
 
     ids = await asyncio.to_thread(encode)
-    sampling = with_ends(sampling, end_tokens(tokenizer))
+    sampling = sampling_fields.with_ends(sampling, end_tokens(tokenizer))
     generation = Generation(model, [await request.engine_request(model, ids, sampling, body)])
     return await respond(http_request, generation, InfillFormatter(), bool(body.stream))
 
 
-class InfillFormatter:
+class InfillFormatter(ResponseFormatter):
     """Formatter of answers in llama.cpp's form."""
 
     def whole(self, generation: Generation) -> InfillResponse:
@@ -94,15 +86,74 @@ class InfillFormatter:
         counts = len(choice.token_ids), len(choice.prompt_token_ids)
         return InfillResponse(text, generation.model.name, True, *counts, kind, word)
 
-    def opening(self, generation: Generation) -> bytes:
-        return b""
-
-    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        name = generation.model.name
-        return b"".join(event(InfillResponse(p.text, name, False)) for p in parts if p.text)
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
+        response = InfillResponse(part.text, generation.model.name, False)
+        return event(response) if part.text else b""
 
     def closing(self, generation: Generation) -> bytes:
         return event(self._last(generation, generation.choices[0], ""))
 
     def failure(self, error: ApiError) -> bytes:
         return event(error.body())
+
+
+class Marks(NamedTuple):
+    """Marker tokens of a fill-in-the-middle prompt."""
+
+    before: str  # marker before the text that precedes the gap
+    behind: str  # marker before the text that follows the gap
+    middle: str  # marker before the generated text, "" if there is none
+    is_reversed: bool = False  # True if the text after the gap comes first
+
+
+# Code models are trained to fill a gap between three markers. The markers are from the model cards.
+MARKS = (
+    Marks("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    Marks("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    Marks("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    Marks("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder, V3
+    Marks("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    Marks("<PRE>", "<SUF>", "<MID>"),
+    Marks("[PREFIX]", "[SUFFIX]", "", is_reversed=True),  # Codestral: [SUFFIX]...[PREFIX]...
+)
+ENDS = tuple(
+    "<|endoftext|> <|fim_pad|> <|file_separator|> <fim_pad> <|end_of_text|> "
+    "<｜end▁of▁sentence｜> ▁<EOT> <EOT> <|file_sep|> <file_sep> <|repo_name|>".split()
+)
+
+
+def infill_prompt(tokenizer: Any, before: str, behind: str) -> list[int]:
+    """Return the token ids of a prompt whose continuation fills a gap.
+
+    Raises:
+        InvalidRequest: the model has no fill-in-the-middle markers; the error names `suffix`.
+    """
+    token = tokenizer.token_id
+    for marks in MARKS:
+        ids = [token(text) for text in marks[:3] if text]
+        if None not in ids:
+            break
+    else:
+        raise InvalidRequest(
+            "suffix needs a model with tokens for filling gaps, like <|fim_prefix|>; this one has "
+            "none, so send a prompt alone",
+            "suffix",
+        )
+    head, tail = (tokenizer.encode_data(text) if text else [] for text in (before, behind))
+    first = [ids[0], *head]
+    second = [ids[1], *tail]
+    parts = [*second, *first] if marks.is_reversed else [*first, *second, *ids[2:]]
+    return [*_beginning(tokenizer), *parts]
+
+
+def end_tokens(tokenizer: Any) -> list[int]:
+    """Return ids of additional tokens with which code models end a filled gap."""
+    ids = [tokenizer.token_id(text) for text in ENDS]
+    return [number for number in ids if number is not None]
+
+
+def _beginning(tokenizer: Any) -> list[int]:
+    begin = tokenizer.special_names.get("bos_token")
+    whole = tokenizer.encode("a", True)
+    number = None if begin is None else tokenizer.token_id(begin)
+    return [number] if number is not None and whole[:1] == [number] else []

@@ -166,9 +166,6 @@ async def model_info(request: Request) -> Response:
     """Answer with a model's paths and context length, which SGLang's gateway reads.
 
     The model is the first one, or the one of `?model=`.
-
-    Raises:
-        ApiError: 404, there is no such model.
     """
     model = request.app.state.served.models.find(request.query_params.get("model"))
     return json_response(
@@ -241,11 +238,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def get_model(request: Request) -> Response:
-    """Answer with the description of a model.
-
-    Raises:
-        ApiError: 404, no model has this name.
-    """
+    """Answer with the description of a model."""
     name = request.path_params["model"]
     return json_response(_card(request.app.state.served.models.find(name), name))
 

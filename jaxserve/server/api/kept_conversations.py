@@ -12,15 +12,7 @@ from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.query import Query
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.kept.conversation_store import Conversation, ConversationStore
-from jaxserve.server.schema.response_items import (
-    ConversationItems,
-    ConversationRequest,
-    ConversationUpdate,
-    DeletedConversation,
-    InputItem,
-    InputItems,
-    strip_hosted,
-)
+from jaxserve.server.schema import response_items, response_tools
 from jaxserve.server.schema.responses import check_metadata, check_served
 
 # OpenAI's limit of the items of one request.
@@ -37,13 +29,9 @@ def _conversation(request: Request) -> Conversation:
 
 
 def _add(
-    request: EndpointRequest, conversation: Conversation, items: list[InputItem]
+    request: EndpointRequest, conversation: Conversation, items: list[response_items.InputItem]
 ) -> list[dict[str, Any]]:
-    """Add a client's items to a conversation, and return them in the form in which they are listed.
-
-    Raises:
-        InvalidRequest: the items are too many or too large, or no response could use one of them.
-    """
+    """Add a client's items to a conversation, and return them in their listed form."""
     if len(items) > MAX_ADDED:
         raise InvalidRequest(f"items takes at most {MAX_ADDED} items at once", "items")
     check_served(items, "items")
@@ -56,13 +44,9 @@ def _add(
 
 
 async def create_conversation(http_request: Request) -> Response:
-    """Create a conversation, and answer with its description.
-
-    Raises:
-        ApiError, InvalidRequest: the body is wrong, or the server stores no conversations.
-    """
+    """Create a conversation, and answer with its description."""
     request = EndpointRequest(http_request)
-    body = request.parse(ConversationRequest, prepare=strip_hosted)
+    body = request.parse(response_items.ConversationRequest, prepare=response_tools.strip_hosted)
     check_metadata(body.metadata)
     conversation = Conversation(http_request.scope["jaxserve.key"], body.metadata or {})
     _add(request, conversation, body.items or [])
@@ -71,21 +55,13 @@ async def create_conversation(http_request: Request) -> Response:
 
 
 async def get_conversation(http_request: Request) -> Response:
-    """Answer with the description of a conversation.
-
-    Raises:
-        ApiError: 404, there is no such conversation.
-    """
+    """Answer with the description of a conversation."""
     return json_response(_conversation(http_request).shown)
 
 
 async def update_conversation(http_request: Request) -> Response:
-    """Replace the metadata of a conversation.
-
-    Raises:
-        ApiError, InvalidRequest: there is no such conversation, or the body is wrong.
-    """
-    body = EndpointRequest(http_request).parse(ConversationUpdate)
+    """Replace the metadata of a conversation."""
+    body = EndpointRequest(http_request).parse(response_items.ConversationUpdate)
     check_metadata(body.metadata)
     conversation = _conversation(http_request)
     conversation.shown.metadata = body.metadata
@@ -94,58 +70,40 @@ async def update_conversation(http_request: Request) -> Response:
 
 
 async def delete_conversation(http_request: Request) -> Response:
-    """Delete a conversation.
-
-    Raises:
-        ApiError: 404, there is no such conversation.
-    """
+    """Delete a conversation."""
     conversation = _conversation(http_request)
     _store(http_request).forget(conversation)
-    return json_response(DeletedConversation(conversation.shown.id))
+    return json_response(response_items.DeletedConversation(conversation.shown.id))
 
 
 async def add_items(http_request: Request) -> Response:
-    """Add items to a conversation, and answer with them.
-
-    Raises:
-        ApiError, InvalidRequest: there is no such conversation, or the items are wrong.
-    """
+    """Add items to a conversation, and answer with them."""
     request = EndpointRequest(http_request)
-    body = request.parse(ConversationItems, prepare=strip_hosted)
+    body = request.parse(response_items.ConversationItems, prepare=response_tools.strip_hosted)
     conversation = _conversation(http_request)
     if not body.items:
         raise InvalidRequest("items is empty", "items")
     shown = _add(request, conversation, body.items)
     _store(http_request).keep(conversation)
-    return json_response(InputItems(shown, shown[0]["id"], shown[-1]["id"], False))
+    return json_response(response_items.InputItems(shown, shown[0]["id"], shown[-1]["id"], False))
 
 
 async def list_items(http_request: Request) -> Response:
-    """Answer with a page of a conversation's items, the newest first.
-
-    Raises:
-        ApiError, InvalidRequest: there is no such conversation, or an argument is wrong.
-    """
+    """Answer with a page of a conversation's items, the newest first."""
     conversation = _conversation(http_request)
     page = Query(http_request).page(conversation.item_ids, lambda name: name, "desc")
-    return json_response(InputItems([conversation.item(name) for name in page[0]], *page[1:]))
+    return json_response(
+        response_items.InputItems([conversation.item(name) for name in page[0]], *page[1:])
+    )
 
 
 async def get_item(http_request: Request) -> Response:
-    """Answer with an item of a conversation.
-
-    Raises:
-        ApiError: 404, there is no such conversation or item.
-    """
+    """Answer with an item of a conversation."""
     return json_response(_conversation(http_request).item(http_request.path_params["item_id"]))
 
 
 async def delete_item(http_request: Request) -> Response:
-    """Delete an item of a conversation.
-
-    Raises:
-        ApiError: 404, there is no such conversation or item.
-    """
+    """Delete an item of a conversation."""
     conversation = _conversation(http_request)
     conversation.remove(http_request.path_params["item_id"])
     _store(http_request).keep(conversation)

@@ -1,4 +1,4 @@
-"""Responses that are generated in the background, and the streams of their stored events."""
+"""Stored responses: generation in the background, streams of stored events, and endpoints."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.server.api import streaming
 from jaxserve.server.api.generation import Generation
+from jaxserve.server.api.query import Query
 from jaxserve.server.api.response_events import ResponsesFormatter
-from jaxserve.server.api.streaming import EventResponse, encode, send_body, while_connected
 from jaxserve.server.kept.response_store import ResponseStore, Turn
 from jaxserve.server.schema.errors import ApiError, as_api_error
+from jaxserve.server.schema.response_items import DeletedResponse, InputItems
 
 _log = logging.getLogger(__name__)
 
@@ -29,9 +33,7 @@ async def draw(
 
     Args:
         generation: the generation, which has been entered. It is left at the end.
-        formatter: formatter of the response. Its events go to `turn`.
         turn: receives the events, the status and the response.
-        store: the store that holds `turn`.
         renamed: maps the engine's field names to the API's, for error messages.
     """
     error: Exception | asyncio.CancelledError | None = None
@@ -41,7 +43,7 @@ async def draw(
             parts = await generation.take()
             if turn.status == "queued":
                 turn.status = "in_progress"
-                turn.response = encode(formatter.started(generation))
+                turn.response = streaming.encode(formatter.started(generation))
             formatter.parts(generation, parts)
             turn.append(formatter.take_events())
             store.resize(turn)
@@ -67,17 +69,16 @@ def as_failure(error: BaseException, renamed: Mapping[str, str]) -> ApiError:
 
 def _fail(error: ApiError, formatter: ResponsesFormatter, turn: Turn) -> None:
     if error.code == "cancelled":
-        turn.status, turn.response = "cancelled", encode(formatter.cancelled())
+        turn.status, turn.response = "cancelled", streaming.encode(formatter.cancelled())
     else:
-        turn.status, turn.response = "failed", encode(formatter.failed(error))
+        turn.status, turn.response = "failed", streaming.encode(formatter.failed(error))
         formatter.failure(error)
 
 
-class StoredStream(EventResponse):
+class StoredStream(streaming.EventResponse):
     """Stream of the events of a background response, stored ones and new ones.
 
     Args:
-        turn: the stored response.
         first: sequence number of the first event to send.
     """
 
@@ -92,7 +93,7 @@ class StoredStream(EventResponse):
         Raises:
             ClientGone: the client disconnected. The response is generated nevertheless.
         """
-        await while_connected(receive, self._run(send))
+        await streaming.while_connected(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
         await self.start(send)
@@ -101,9 +102,69 @@ class StoredStream(EventResponse):
             events = (turn.events or [])[self._next :]
             self._next += len(events)
             if events:
-                await send_body(send, b"".join(events))
+                await streaming.send_body(send, b"".join(events))
             elif not turn.is_running:
                 break
             else:
                 await turn.wait()
-        await send_body(send, b"", more=False)
+        await streaming.send_body(send, b"", more=False)
+
+
+def _store(http_request: Request) -> ResponseStore:
+    return http_request.app.state.served.responses
+
+
+def _turn(http_request: Request) -> Turn:
+    owner: str | None = http_request.scope["jaxserve.key"]
+    return _store(http_request).get(http_request.path_params["response_id"], owner)
+
+
+async def get_response(http_request: Request) -> Response:
+    """Answer with a stored response, or with its events from `starting_after` on.
+
+    Raises:
+        ApiError: 404, there is no such response.
+        InvalidRequest: its events are not stored, or an argument is wrong.
+    """
+    query = Query(http_request)
+    is_stream, after = query.flag("stream"), query.integer("starting_after", -1, 0, 2**31 - 1)
+    turn = _turn(http_request)
+    if not is_stream:
+        return Response(turn.response, media_type=streaming.JSON)
+    if turn.events is None:
+        raise InvalidRequest(
+            "stream is only kept of a response that had background and stream", "stream"
+        )
+    return StoredStream(turn, after + 1)
+
+
+async def cancel_response(http_request: Request) -> Response:
+    """Cancel a response in the background, and answer with it after its end.
+
+    Raises:
+        ApiError: 404, there is no such response.
+        InvalidRequest: the response is not in the background.
+    """
+    turn = _turn(http_request)
+    if turn.task is None:
+        raise InvalidRequest("Cannot cancel a synchronous response.", "response_id")
+    if turn.cancel is not None:
+        turn.cancel()
+    while turn.is_running:
+        await turn.wait()
+    return Response(turn.response, media_type=streaming.JSON)
+
+
+async def delete_response(http_request: Request) -> Response:
+    """Delete a stored response."""
+    turn = _turn(http_request)
+    _store(http_request).remove(turn)
+    return streaming.json_response(DeletedResponse(turn.id))
+
+
+async def list_input_items(http_request: Request) -> Response:
+    """Answer with a page of the input items of a stored response."""
+    query = Query(http_request)
+    turn = _turn(http_request)
+    page = query.page(turn.input_items(), lambda item: item["id"], "desc")
+    return streaming.json_response(InputItems(*page))

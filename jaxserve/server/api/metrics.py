@@ -6,8 +6,7 @@ A metric that vLLM 0.33 has too (its `v1/metrics/loggers.py`) appears as `jaxser
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -26,17 +25,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.metric_values import (
-    COUNTERS,
-    EXPERT_ROWS,
-    GAUGES,
-    KV_CACHE_USAGE,
-    Read,
-    memory_shares,
-    memory_units,
-)
-from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, ValueCounts
-from jaxserve.server.served import request_metrics as buckets
+from jaxserve.engine import metrics as engine_metrics
 from jaxserve.server.served.models import Models, ServedModel
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -45,13 +34,13 @@ _LABELS = ["model_name", "engine"]
 _SIZES = ["num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"]
 Samples = Iterable[tuple[list[str], float]]
 
-_OWN_GAUGES: dict[str, tuple[str, Read]] = {
+_OWN_GAUGES: dict[str, tuple[str, engine_metrics.Read]] = {
     "engine_programs_missing": (
         "Programs that would fit better and are still to come.",
         lambda s: s.num_programs_missing,
     ),
 }
-_OWN_COUNTERS: dict[str, tuple[str, Read]] = {
+_OWN_COUNTERS: dict[str, tuple[str, engine_metrics.Read]] = {
     "engine_steps": ("Steps computed.", lambda s: s.num_steps),
     "engine_failed_steps": ("Steps lost and computed again.", lambda s: s.num_failed_steps),
     "engine_compiles": ("Compilations that requests waited for.", lambda s: s.num_compiles),
@@ -63,132 +52,6 @@ _OWN_COUNTERS: dict[str, tuple[str, Read]] = {
 _OWN = _OWN_GAUGES.keys() | _OWN_COUNTERS.keys()
 
 
-class _HistogramRow(NamedTuple):
-    """A row of `HISTOGRAMS`.
-
-    Attributes:
-        name: name without the prefix.
-        text: description.
-        find: returns a model's histogram.
-        ours: bounds of the buckets under jaxserve's name.
-        theirs: bounds under vLLM's name. None means vLLM's buckets of tokens, which depend on the
-            model's context length.
-    """
-
-    name: str
-    text: str
-    find: Callable[[ServedModel], ValueCounts]
-    ours: tuple[float, ...]
-    theirs: tuple[float, ...] | None = None
-
-
-_SECONDS = (buckets.LONG, buckets.VLLM_LATENCY)
-HISTOGRAMS = (
-    _HistogramRow(
-        "time_to_first_token_seconds",
-        "From a request's arrival to its first token.",
-        lambda m: m.request_metrics.time_to_first_token,
-        buckets.SHORT,
-        buckets.VLLM_FIRST_TOKEN,
-    ),
-    _HistogramRow(
-        "inter_token_latency_seconds",
-        "Between tokens of a request.",
-        lambda m: m.request_metrics.inter_token_latency,
-        buckets.SHORT,
-        buckets.VLLM_BETWEEN_TOKENS,
-    ),
-    _HistogramRow(
-        "request_time_per_output_token_seconds",
-        "Mean time between tokens of a completion.",
-        lambda m: m.request_metrics.time_per_output_token,
-        buckets.SHORT,
-        buckets.VLLM_BETWEEN_TOKENS,
-    ),
-    _HistogramRow(
-        "e2e_request_latency_seconds",
-        "From a completion's arrival to its end.",
-        lambda m: m.request_metrics.e2e_latency,
-        *_SECONDS,
-    ),
-    _HistogramRow(
-        "request_queue_time_seconds",
-        "From a completion's arrival at the engine to its first slot.",
-        lambda m: m.request_metrics.queue_time,
-        *_SECONDS,
-    ),
-    _HistogramRow(
-        "request_prefill_time_seconds",
-        "From a completion's first slot to its first token.",
-        lambda m: m.request_metrics.prefill_time,
-        *_SECONDS,
-    ),
-    _HistogramRow(
-        "request_decode_time_seconds",
-        "From a completion's first token to its last.",
-        lambda m: m.request_metrics.decode_time,
-        *_SECONDS,
-    ),
-    _HistogramRow(
-        "request_inference_time_seconds",
-        "From a completion's first slot to its last token.",
-        lambda m: m.request_metrics.inference_time,
-        *_SECONDS,
-    ),
-    _HistogramRow(
-        "request_prompt_tokens",
-        "Prompt tokens of a request.",
-        lambda m: m.request_metrics.prompt_tokens,
-        buckets.TOKENS,
-    ),
-    _HistogramRow(
-        "request_prefill_kv_computed_tokens",
-        "Prompt tokens of a completion that were computed, not found in the prefix cache.",
-        lambda m: m.request_metrics.computed_tokens,
-        buckets.TOKENS,
-    ),
-    _HistogramRow(
-        "request_generation_tokens",
-        "Tokens drawn for a completion.",
-        lambda m: m.request_metrics.generation_tokens,
-        buckets.TOKENS,
-    ),
-    _HistogramRow(
-        "request_max_num_generation_tokens",
-        "Tokens of a request's longest completion.",
-        lambda m: m.request_metrics.most_generation_tokens,
-        buckets.TOKENS,
-    ),
-    _HistogramRow(
-        "request_params_max_tokens",
-        "The max_tokens of a completion's request.",
-        lambda m: m.request_metrics.max_tokens,
-        buckets.TOKENS,
-    ),
-    _HistogramRow(
-        "request_params_n",
-        "Completions of a request.",
-        lambda m: m.request_metrics.num_completions,
-        buckets.NUM_COMPLETIONS,
-        buckets.NUM_COMPLETIONS,
-    ),
-    _HistogramRow(
-        "request_num_preemptions",
-        "Times that a completion was sent back to wait.",
-        lambda m: m.request_metrics.num_preemptions,
-        buckets.NUM_PREEMPTIONS,
-        buckets.NUM_PREEMPTIONS,
-    ),
-    _HistogramRow(
-        "iteration_tokens_total",
-        "Tokens of a step, of prompts and of answers.",
-        lambda m: m.llm.step_tokens,
-        STEP_TOKENS,
-        STEP_TOKENS,
-    ),
-)
-
-
 class _Snapshot(Collector):
     """Collector of all models' metrics. It waits for no engine, so a hanging engine is visible."""
 
@@ -197,11 +60,11 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = [([model.name, "0"], model.llm.stats_now()) for model in self._models]
-        for name, (text, read) in (GAUGES | _OWN_GAUGES).items():
+        for name, (text, read) in (engine_metrics.GAUGES | _OWN_GAUGES).items():
             samples = [(labels, read(counts)) for labels, counts in stats]
             yield from _families(GaugeMetricFamily, name, text, samples, is_own=name in _OWN)
         yield from _memory(stats)
-        for name, (text, read) in (COUNTERS | _OWN_COUNTERS).items():
+        for name, (text, read) in (engine_metrics.COUNTERS | _OWN_COUNTERS).items():
             samples = [(labels, read(counts)) for labels, counts in stats]
             yield from _families(CounterMetricFamily, name, text, samples, is_own=name in _OWN)
         rows = [
@@ -210,12 +73,18 @@ class _Snapshot(Collector):
             for device, count in enumerate(counts.expert_rows)
         ]
         if rows:
-            yield from _families(CounterMetricFamily, *EXPERT_ROWS, rows, "device", is_own=True)
-        for row in HISTOGRAMS:
-            yield self._histogram(row, "jaxserve", lambda model, row=row: row.ours)
-            yield self._histogram(
-                row, "vllm", lambda model, row=row: row.theirs or model.request_metrics.vllm_tokens
+            yield from _families(
+                CounterMetricFamily, *engine_metrics.EXPERT_ROWS, rows, "device", is_own=True
             )
+        columns = zip(*(model.request_metrics.histograms for model in self._models), strict=True)
+        for column in columns:
+            name, text = column[0].name, column[0].text
+            yield self._histogram(f"jaxserve:{name}", text, [(h, h.ours) for h in column])
+            yield self._histogram(f"vllm:{name}", text, [(h, h.theirs) for h in column])
+        steps = [(model.llm.step_tokens, engine_metrics.STEP_TOKENS) for model in self._models]
+        for prefix in ("jaxserve", "vllm"):
+            text = "Tokens of a step, of prompts and of answers."
+            yield self._histogram(f"{prefix}:iteration_tokens_total", text, steps)
         yield from self._waiting(stats)
         yield from self._requests()
         yield from self._prompt_tokens()
@@ -223,16 +92,20 @@ class _Snapshot(Collector):
         yield self._cache_config("vllm")
 
     def _histogram(
-        self, row: _HistogramRow, prefix: str, bounds: Callable[[ServedModel], Iterable[float]]
+        self,
+        name: str,
+        text: str,
+        rows: Sequence[tuple[engine_metrics.ValueCounts, Iterable[float]]],
     ) -> Metric:
-        family = HistogramMetricFamily(f"{prefix}:{row.name}", row.text, labels=_LABELS)
-        for model in self._models:
-            histogram = row.find(model)
-            cumulative = histogram.cumulative(bounds(model))
-            family.add_metric([model.name, "0"], cumulative, histogram.sum)
+        # A row has the histogram of a model, and the bounds of its buckets.
+        family = HistogramMetricFamily(name, text, labels=_LABELS)
+        for model, (histogram, bounds) in zip(self._models, rows, strict=True):
+            family.add_metric([model.name, "0"], histogram.cumulative(bounds), histogram.sum)
         return family
 
-    def _waiting(self, stats: list[tuple[list[str], EngineStats]]) -> Iterator[Metric]:
+    def _waiting(
+        self, stats: list[tuple[list[str], engine_metrics.EngineStats]]
+    ) -> Iterator[Metric]:
         # vLLM defers requests for other reasons than capacity, and jaxserve does not.
         samples: list[tuple[list[str], float]] = []
         for labels, counts in stats:
@@ -307,13 +180,15 @@ class _Snapshot(Collector):
         return info
 
 
-def _memory(stats: list[tuple[list[str], EngineStats]]) -> Iterator[Metric]:
+def _memory(stats: list[tuple[list[str], engine_metrics.EngineStats]]) -> Iterator[Metric]:
     samples: dict[tuple[str, str], list[tuple[list[str], float]]] = {}
     for labels, counts in stats:
-        for name, (text, value) in (memory_shares(counts) | memory_units(counts)).items():
+        gauges = engine_metrics.memory_shares(counts) | engine_metrics.memory_units(counts)
+        for name, (text, value) in gauges.items():
             samples.setdefault((name, text), []).append((labels, value))
     for (name, text), rows in samples.items():
-        yield from _families(GaugeMetricFamily, name, text, rows, is_own=name != KV_CACHE_USAGE)
+        is_own = name != engine_metrics.KV_CACHE_USAGE
+        yield from _families(GaugeMetricFamily, name, text, rows, is_own=is_own)
 
 
 def _cache_sizes(model: ServedModel) -> tuple[int, int, float]:
@@ -333,11 +208,6 @@ def _families(
     """Yield a metric under jaxserve's name, and under vLLM's name too unless `is_own` is set.
 
     Args:
-        kind: class of the metric, such as GaugeMetricFamily.
-        name: name without the prefix.
-        text: description.
-        samples: pairs of the labels' values and the metric's value.
-        label: a label besides model and engine, or None.
         is_own: whether vLLM has no such metric.
     """
     labels = _LABELS if label is None else [*_LABELS, label]

@@ -9,90 +9,44 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import jaxserve
+from jaxserve.server.api import info, tokens
 from jaxserve.server.api.infill import InfillRequest, InfillResponse
-from jaxserve.server.api.info import (
-    HealthResponse,
-    LoadResponse,
-    ModelCard,
-    ModelInfo,
-    ModelList,
-    ServerInfo,
-    VersionResponse,
-)
 from jaxserve.server.api.streaming import json_response
-from jaxserve.server.api.tokens import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-)
-from jaxserve.server.schema.anthropic import (
-    CountRequest,
-    CountResponse,
-    MessagesRequest,
-    MessagesResponse,
-)
-from jaxserve.server.schema.files import (
-    Batch,
-    BatchList,
-    BatchRequest,
-    DeletedFile,
-    FileList,
-    FileObject,
-)
+from jaxserve.server.schema import anthropic, files, openai, response_items
 from jaxserve.server.schema.generate import GenerateRequest, GenerateResponse
-from jaxserve.server.schema.openai import (
-    ChatRequest,
-    ChatResponse,
-    CompletionRequest,
-    CompletionResponse,
-    ErrorResponse,
-)
-from jaxserve.server.schema.response_items import (
-    ConversationItems,
-    ConversationObject,
-    ConversationRequest,
-    ConversationUpdate,
-    DeletedConversation,
-    DeletedResponse,
-    InputItems,
-    InputTokens,
-    ResponsesResponse,
-)
 from jaxserve.server.schema.responses import CountInputRequest, ResponsesRequest
 
 _CONVERSATION = "/v1/conversations/{conversation_id}"
 # Types of the request and the answer of each POST endpoint. With a field `stream` it can stream.
 POSTS: dict[str, tuple[type, Any]] = {
-    "/v1/completions": (CompletionRequest, CompletionResponse),
-    "/v1/chat/completions": (ChatRequest, ChatResponse),
-    "/v1/responses": (ResponsesRequest, ResponsesResponse),
-    "/v1/responses/input_tokens": (CountInputRequest, InputTokens),
-    "/v1/conversations": (ConversationRequest, ConversationObject),
-    _CONVERSATION: (ConversationUpdate, ConversationObject),
-    f"{_CONVERSATION}/items": (ConversationItems, InputItems),
-    "/v1/batches": (BatchRequest, Batch),
-    "/v1/messages": (MessagesRequest, MessagesResponse),
-    "/v1/messages/count_tokens": (CountRequest, CountResponse),
-    "/tokenize": (TokenizeRequest, TokenizeResponse),
-    "/detokenize": (DetokenizeRequest, DetokenizeResponse),
+    "/v1/completions": (openai.CompletionRequest, openai.CompletionResponse),
+    "/v1/chat/completions": (openai.ChatRequest, openai.ChatResponse),
+    "/v1/responses": (ResponsesRequest, response_items.ResponsesResponse),
+    "/v1/responses/input_tokens": (CountInputRequest, response_items.InputTokens),
+    "/v1/conversations": (response_items.ConversationRequest, response_items.ConversationObject),
+    _CONVERSATION: (response_items.ConversationUpdate, response_items.ConversationObject),
+    f"{_CONVERSATION}/items": (response_items.ConversationItems, response_items.InputItems),
+    "/v1/batches": (files.BatchRequest, files.Batch),
+    "/v1/messages": (anthropic.MessagesRequest, anthropic.MessagesResponse),
+    "/v1/messages/count_tokens": (anthropic.CountRequest, anthropic.CountResponse),
+    "/tokenize": (tokens.TokenizeRequest, tokens.TokenizeResponse),
+    "/detokenize": (tokens.DetokenizeRequest, tokens.DetokenizeResponse),
     "/inference/v1/generate": (GenerateRequest, GenerateResponse),
-    "/v1/completions/render": (CompletionRequest, list[GenerateRequest]),
-    "/v1/chat/completions/render": (ChatRequest, GenerateRequest),
-    "/v1/messages/render": (MessagesRequest, GenerateRequest),
+    "/v1/completions/render": (openai.CompletionRequest, list[GenerateRequest]),
+    "/v1/chat/completions/render": (openai.ChatRequest, GenerateRequest),
+    "/v1/messages/render": (anthropic.MessagesRequest, GenerateRequest),
     "/infill": (InfillRequest, InfillResponse),
 }
 GETS: dict[str, type | None] = {
-    "/v1/models": ModelList,
-    "/v1/models/{model}": ModelCard,
-    "/health": HealthResponse,
-    "/ready": HealthResponse,
-    "/version": VersionResponse,
-    "/load": LoadResponse,
-    "/tokenizer_info": TokenizerInfo,
-    "/server_info": ServerInfo,
-    "/model_info": ModelInfo,
+    "/v1/models": info.ModelList,
+    "/v1/models/{model}": info.ModelCard,
+    "/health": info.HealthResponse,
+    "/ready": info.HealthResponse,
+    "/version": info.VersionResponse,
+    "/load": info.LoadResponse,
+    "/tokenizer_info": tokens.TokenizerInfo,
+    "/server_info": info.ServerInfo,
+    "/model_info": info.ModelInfo,
     "/metrics": None,
 }
 _INTEGER, _FLAG = {"type": "integer"}, {"type": "boolean"}
@@ -106,25 +60,25 @@ KEPT: tuple[tuple[str, str, type, dict[str, Any]], ...] = (
     (
         "get",
         "/v1/responses/{response_id}",
-        ResponsesResponse,
+        response_items.ResponsesResponse,
         {"stream": _FLAG, "starting_after": _INTEGER},
     ),
-    ("delete", "/v1/responses/{response_id}", DeletedResponse, {}),
-    ("post", "/v1/responses/{response_id}/cancel", ResponsesResponse, {}),
-    ("get", "/v1/responses/{response_id}/input_items", InputItems, _PAGE),
-    ("get", _CONVERSATION, ConversationObject, {}),
-    ("delete", _CONVERSATION, DeletedConversation, {}),
-    ("get", f"{_CONVERSATION}/items", InputItems, _PAGE),
+    ("delete", "/v1/responses/{response_id}", response_items.DeletedResponse, {}),
+    ("post", "/v1/responses/{response_id}/cancel", response_items.ResponsesResponse, {}),
+    ("get", "/v1/responses/{response_id}/input_items", response_items.InputItems, _PAGE),
+    ("get", _CONVERSATION, response_items.ConversationObject, {}),
+    ("delete", _CONVERSATION, response_items.DeletedConversation, {}),
+    ("get", f"{_CONVERSATION}/items", response_items.InputItems, _PAGE),
     ("get", f"{_CONVERSATION}/items/{{item_id}}", dict[str, Any], {}),
-    ("delete", f"{_CONVERSATION}/items/{{item_id}}", ConversationObject, {}),
-    ("post", "/v1/files", FileObject, {}),
-    ("get", "/v1/files", FileList, _PAGE | {"purpose": {"enum": ["batch", "batch_output"]}}),
-    ("get", "/v1/files/{file_id}", FileObject, {}),
-    ("delete", "/v1/files/{file_id}", DeletedFile, {}),
+    ("delete", f"{_CONVERSATION}/items/{{item_id}}", response_items.ConversationObject, {}),
+    ("post", "/v1/files", files.FileObject, {}),
+    ("get", "/v1/files", files.FileList, _PAGE | {"purpose": {"enum": ["batch", "batch_output"]}}),
+    ("get", "/v1/files/{file_id}", files.FileObject, {}),
+    ("delete", "/v1/files/{file_id}", files.DeletedFile, {}),
     ("get", "/v1/files/{file_id}/content", bytes, {}),
-    ("get", "/v1/batches", BatchList, _PAGE),
-    ("get", "/v1/batches/{batch_id}", Batch, {}),
-    ("post", "/v1/batches/{batch_id}/cancel", Batch, {}),
+    ("get", "/v1/batches", files.BatchList, _PAGE),
+    ("get", "/v1/batches/{batch_id}", files.Batch, {}),
+    ("post", "/v1/batches/{batch_id}/cancel", files.Batch, {}),
 )
 _FORM: dict[str, Any] = {
     "type": "object",
@@ -151,12 +105,14 @@ def document() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of all endpoints."""
     types = [kind for pair in POSTS.values() for kind in pair]
     types += [kind for kind in GETS.values() if kind is not None]
-    types += [answered for _, _, answered, _ in KEPT] + [ErrorResponse]
+    types += [answered for _, _, answered, _ in KEPT] + [openai.ErrorResponse]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
     by_type = dict(zip(types, schemas, strict=True))
-    refusals = {status: _answer(text, by_type[ErrorResponse]) for status, text in _REFUSALS.items()}
+    refusals = {
+        status: _answer(text, by_type[openai.ErrorResponse]) for status, text in _REFUSALS.items()
+    }
     paths: dict[str, Any] = {}
     for path, (requested, answered) in POSTS.items():
         good = {"200": _answer("The answer.", by_type[answered])}
@@ -206,7 +162,7 @@ def _add_kept(
         "parameters": parameters,
         "responses": {"200": good, **refusals},
     }
-    if answered is FileObject and method == "post":
+    if answered is files.FileObject and method == "post":
         content = {"multipart/form-data": {"schema": _FORM}}
         described["requestBody"] = {"required": True, "content": content}
     paths.setdefault(path, {})[method] = described

@@ -15,11 +15,7 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Query:
-    """The query arguments of a request.
-
-    Args:
-        request: the HTTP request.
-    """
+    """The query arguments of a request."""
 
     def __init__(self, request: Request) -> None:
         self._given = request.query_params
@@ -70,14 +66,9 @@ class Query:
         most: int = MAX_LIMIT,
         default: int = DEFAULT_LIMIT,
     ) -> tuple[list[T], str | None, str | None, bool]:
-        """Return the page of a list that the arguments limit, order and after choose.
+        """Return the page of a list, oldest first, that limit, order and after choose.
 
-        Args:
-            entries: the whole list, oldest first.
-            id_of: returns the id of an entry.
-            order: "asc" or "desc", the default of the argument.
-            most: largest value of limit.
-            default: default of limit.
+        `order` and `default` are the defaults of order and limit, and `most` is the maximum.
 
         Returns:
             The entries of the page, the ids of the first and the last of them (None for an empty

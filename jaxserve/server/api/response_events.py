@@ -10,24 +10,11 @@ from uuid import uuid4
 import msgspec
 
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
-from jaxserve.server.api.streaming import event
+from jaxserve.server.api.streaming import ResponseFormatter, event
+from jaxserve.server.schema import response_items as items
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.logprobs import TokenLogprob, TokenTexts
 from jaxserve.server.schema.openai import PromptTokensDetails
-from jaxserve.server.schema.response_items import (
-    CustomCallItem,
-    FunctionCallItem,
-    InputTokensDetails,
-    OutputItem,
-    OutputMessage,
-    OutputText,
-    OutputTokensDetails,
-    RawMessage,
-    ReasoningItem,
-    ReasoningText,
-    ResponsesResponse,
-    ResponsesUsage,
-)
 from jaxserve.server.schema.response_tools import flat_name, seen_tools
 from jaxserve.server.schema.responses import ResponsesRequest, conversation_id, wants_logprobs
 from jaxserve.server.tool_calls.answer_parts import AnswerPart, CallPart, Content, Message, Thought
@@ -37,25 +24,20 @@ from jaxserve.server.tool_calls.custom_tools import CustomInput
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
-class ResponsesFormatter:
+class ResponsesFormatter(ResponseFormatter):
     """Formatter of response objects, and of the events that build a response.
 
     The items of the output are the pieces of the answer in their order, with and without a stream.
 
     Args:
-        body: the request.
-        tokenizer: spells tokens in log-probabilities.
         on_end: called with the complete response.
-
-    Attributes:
-        id: id of the response.
     """
 
     def __init__(
         self,
         body: ResponsesRequest,
         tokenizer: Any,
-        on_end: Callable[[ResponsesResponse], None] = lambda response: None,
+        on_end: Callable[[items.ResponsesResponse], None] = lambda response: None,
     ) -> None:
         self._body = body
         self._tokenizer = tokenizer
@@ -70,18 +52,18 @@ class ResponsesFormatter:
         self._number = 0
         self._events: list[bytes] = []
         self._generation: Generation | None = None
-        self._items: list[OutputItem] = []
+        self._items: list[items.OutputItem] = []
         self._is_open = False
         self._input = CustomInput()  # input of the open call of a custom tool
 
-    def response(self, generation: Generation, status: str) -> ResponsesResponse:
+    def response(self, generation: Generation, status: str) -> items.ResponsesResponse:
         """Return a response object with this status and an empty output."""
         body, sampling = self._body, generation.requests[0].sampling
         reasoning, text = body.reasoning, body.text
         name = conversation_id(body)
         shown = msgspec.to_builtins(text) if text is not None else {}
         shown["format"] = shown.get("format") or {"type": "text"}
-        return ResponsesResponse(
+        return items.ResponsesResponse(
             id=self.id,
             created_at=generation.created,
             model=generation.model.name,
@@ -113,7 +95,7 @@ class ResponsesFormatter:
             user=body.user,
         )
 
-    def whole(self, generation: Generation) -> ResponsesResponse:
+    def whole(self, generation: Generation) -> items.ResponsesResponse:
         choice = generation.choices[0]
         if not self._items:
             self._pending = self._logprobs(choice)
@@ -130,9 +112,9 @@ class ResponsesFormatter:
         response.usage = _usage(generation)
         if self._body.enable_response_messages:
             ids = choice.prompt_token_ids
-            response.input_messages = [RawMessage(_spell(self._tokenizer, ids), ids)]
+            response.input_messages = [items.RawMessage(_spell(self._tokenizer, ids), ids)]
             ids = choice.token_ids
-            response.output_messages = [RawMessage(_spell(self._tokenizer, ids), ids)]
+            response.output_messages = [items.RawMessage(_spell(self._tokenizer, ids), ids)]
         self._on_end(response)
         return response
 
@@ -146,7 +128,7 @@ class ResponsesFormatter:
     def _in_item(self, kind: str, **fields: Any) -> bytes:
         index = len(self._items) - 1
         item = self._items[index]
-        if not isinstance(item, FunctionCallItem | CustomCallItem):
+        if not isinstance(item, items.FunctionCallItem | items.CustomCallItem):
             fields["content_index"] = 0
         return self._event(kind, output_index=index, item_id=item.id, **fields)
 
@@ -156,7 +138,7 @@ class ResponsesFormatter:
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
-    def queued(self, generation: Generation) -> ResponsesResponse:
+    def queued(self, generation: Generation) -> items.ResponsesResponse:
         """Return the response object of a queued background response, and emit its first events."""
         self._generation = generation
         response = self.response(generation, "queued")
@@ -164,7 +146,7 @@ class ResponsesFormatter:
         self._event("response.queued", response=response)
         return response
 
-    def started(self, generation: Generation) -> ResponsesResponse:
+    def started(self, generation: Generation) -> items.ResponsesResponse:
         """Return the object of a queued response that now has tokens, and emit its event."""
         response = self.response(generation, "in_progress")
         self._event("response.in_progress", response=response)
@@ -174,9 +156,6 @@ class ResponsesFormatter:
         """Return the events since the last call, one by one."""
         events, self._events = self._events, []
         return events
-
-    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        return b"".join([self._part(generation, part) for part in parts])
 
     def _logprobs(self, part: ChoicePart | Choice) -> list[TokenLogprob]:
         return self._texts.chat(part.token_ids, part.logprobs) if self._texts else []
@@ -192,15 +171,15 @@ class ResponsesFormatter:
         """Append a piece to the output items, and return its events."""
         opened = self._open(piece)
         item = self._items[-1]
-        if isinstance(item, CustomCallItem) and isinstance(piece, CallPart):
+        if isinstance(item, items.CustomCallItem) and isinstance(piece, CallPart):
             return opened + self._add_input(item, self._input.feed(piece.arguments))
-        if isinstance(item, FunctionCallItem) and isinstance(piece, CallPart):
+        if isinstance(item, items.FunctionCallItem) and isinstance(piece, CallPart):
             item.arguments += piece.arguments
             delta = self._in_item("response.function_call_arguments.delta", delta=piece.arguments)
-        elif isinstance(item, ReasoningItem) and isinstance(piece, Thought):
+        elif isinstance(item, items.ReasoningItem) and isinstance(piece, Thought):
             item.content[0].text += piece.text
             delta = self._in_item("response.reasoning_text.delta", delta=piece.text)
-        elif isinstance(item, OutputMessage) and isinstance(piece, Content):
+        elif isinstance(item, items.OutputMessage) and isinstance(piece, Content):
             item.content[0].text += piece.text
             logprobs, self._pending = self._pending, []
             item.content[0].logprobs += logprobs
@@ -209,7 +188,7 @@ class ResponsesFormatter:
             raise AssertionError("a piece beside its item")
         return opened + delta
 
-    def _add_input(self, item: CustomCallItem, text: str) -> bytes:
+    def _add_input(self, item: items.CustomCallItem, text: str) -> bytes:
         item.input += text
         kind = "response.custom_tool_call_input.delta"
         return self._in_item(kind, delta=text) if text else b""
@@ -220,7 +199,9 @@ class ResponsesFormatter:
         if isinstance(piece, CallPart):
             if piece.id is None:
                 return b""
-        elif isinstance(last, ReasoningItem if isinstance(piece, Thought) else OutputMessage):
+        elif isinstance(
+            last, items.ReasoningItem if isinstance(piece, Thought) else items.OutputMessage
+        ):
             return b""
         closed = self._close("completed")
         item = self._new_item(piece)
@@ -233,14 +214,14 @@ class ResponsesFormatter:
             return closed + added
         return closed + added + self._in_item("response.content_part.added", part=part)
 
-    def _new_item(self, piece: AnswerPart) -> OutputItem:
+    def _new_item(self, piece: AnswerPart) -> items.OutputItem:
         name = uuid4().hex
         namespace, tool = None, ""
         if isinstance(piece, CallPart):
             namespace, tool = self._grouped.get(piece.name or "", (None, piece.name or ""))
         if isinstance(piece, CallPart) and piece.name in self._custom:
             self._input = CustomInput()
-            return CustomCallItem(
+            return items.CustomCallItem(
                 id=f"ctc_{name}",
                 call_id=piece.id or "",
                 name=tool,
@@ -249,7 +230,7 @@ class ResponsesFormatter:
                 namespace=namespace or msgspec.UNSET,
             )
         if isinstance(piece, CallPart):
-            return FunctionCallItem(
+            return items.FunctionCallItem(
                 id=f"fc_{name}",
                 call_id=piece.id or "",
                 name=tool,
@@ -258,9 +239,11 @@ class ResponsesFormatter:
                 namespace=namespace or msgspec.UNSET,
             )
         if isinstance(piece, Thought):
-            content = [ReasoningText(text="")]
-            return ReasoningItem(id=f"rs_{name}", content=content, status="in_progress")
-        return OutputMessage(id=f"msg_{name}", content=[OutputText(text="")], status="in_progress")
+            content = [items.ReasoningText(text="")]
+            return items.ReasoningItem(id=f"rs_{name}", content=content, status="in_progress")
+        return items.OutputMessage(
+            id=f"msg_{name}", content=[items.OutputText(text="")], status="in_progress"
+        )
 
     def _close(self, status: str) -> bytes:
         """Close the open item, if there is one, and return its events."""
@@ -270,14 +253,14 @@ class ResponsesFormatter:
         item = self._items[-1]
         item.status = status
         index = len(self._items) - 1
-        if isinstance(item, CustomCallItem):
+        if isinstance(item, items.CustomCallItem):
             done = self._add_input(item, self._input.finish())
             done += self._in_item("response.custom_tool_call_input.done", input=item.input)
-        elif isinstance(item, FunctionCallItem):
+        elif isinstance(item, items.FunctionCallItem):
             done = self._in_item(
                 "response.function_call_arguments.done", arguments=item.arguments, name=item.name
             )
-        elif isinstance(item, ReasoningItem):
+        elif isinstance(item, items.ReasoningItem):
             done = self._in_item("response.reasoning_text.done", text=item.content[0].text)
             done += self._in_item("response.content_part.done", part=item.content[0])
         else:
@@ -298,31 +281,25 @@ class ResponsesFormatter:
 
     @property
     def _answers(self) -> bool:
-        return any(not isinstance(item, ReasoningItem) for item in self._items)
+        return any(not isinstance(item, items.ReasoningItem) for item in self._items)
 
     def failure(self, error: ApiError) -> bytes:
         return self._event("response.failed", response=self.failed(error))
 
-    def failed(self, error: ApiError) -> ResponsesResponse:
-        """Close the open item as incomplete, and return the response as failed.
-
-        It holds `error` and the output so far. The response must have begun.
-        """
-        assert self._generation is not None
-        response = self.response(self._generation, "failed")
-        self._close("incomplete")
-        response.output = self._items
+    def failed(self, error: ApiError) -> items.ResponsesResponse:
+        """Return the response as failed, as `cancelled` does, with `error`."""
+        response = self.cancelled("failed")
         code = _CODES.get(error.status, "server_error")
         response.error = {"code": code, "message": error.message}
         return response
 
-    def cancelled(self) -> ResponsesResponse:
-        """Close the open item as incomplete, and return the response as cancelled.
+    def cancelled(self, status: str = "cancelled") -> items.ResponsesResponse:
+        """Close the open item as incomplete, and return the response with the output so far.
 
-        It holds the output so far. The response must have begun.
+        The response must have begun.
         """
         assert self._generation is not None
-        response = self.response(self._generation, "cancelled")
+        response = self.response(self._generation, status)
         self._close("incomplete")
         response.output = self._items
         return response
@@ -337,26 +314,32 @@ def _pieces(message: Message) -> list[AnswerPart]:
     return pieces
 
 
-def _blank(item: OutputItem) -> tuple[OutputItem, OutputText | ReasoningText | None]:
-    if isinstance(item, FunctionCallItem | CustomCallItem):
+def _blank(
+    item: items.OutputItem,
+) -> tuple[items.OutputItem, items.OutputText | items.ReasoningText | None]:
+    if isinstance(item, items.FunctionCallItem | items.CustomCallItem):
         return item, None
-    if isinstance(item, ReasoningItem):
-        return ReasoningItem(id=item.id, content=[], status=item.status), ReasoningText(text="")
-    return OutputMessage(id=item.id, content=[], status=item.status), OutputText(text="")
+    if isinstance(item, items.ReasoningItem):
+        return items.ReasoningItem(id=item.id, content=[], status=item.status), items.ReasoningText(
+            text=""
+        )
+    return items.OutputMessage(id=item.id, content=[], status=item.status), items.OutputText(
+        text=""
+    )
 
 
 def _spell(tokenizer: Any, token_ids: list[int]) -> str:
     return b"".join(map(tokenizer.token_bytes, token_ids)).decode(errors="replace")
 
 
-def _usage(generation: Generation) -> ResponsesUsage:
+def _usage(generation: Generation) -> items.ResponsesUsage:
     usage = generation.usage()
     prompt = usage.prompt_tokens_details or PromptTokensDetails(0)
     details = usage.completion_tokens_details
-    return ResponsesUsage(
+    return items.ResponsesUsage(
         usage.prompt_tokens,
-        InputTokensDetails(prompt.cached_tokens, prompt.created_cache_tokens),
+        items.InputTokensDetails(prompt.cached_tokens, prompt.created_cache_tokens),
         usage.completion_tokens,
-        OutputTokensDetails(details.reasoning_tokens if details else 0),
+        items.OutputTokensDetails(details.reasoning_tokens if details else 0),
         usage.total_tokens,
     )

@@ -1,4 +1,4 @@
-"""Endpoints of OpenAI's responses: translated to chats, and stored for later requests."""
+"""Endpoints that answer OpenAI's responses: translated to chats, and stored for later requests."""
 
 from __future__ import annotations
 
@@ -16,29 +16,19 @@ from jaxserve.server.api.conversations import template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Generation
 from jaxserve.server.api.kept_responses import StoredStream, draw
-from jaxserve.server.api.query import Query
 from jaxserve.server.api.response_events import ResponsesFormatter
 from jaxserve.server.api.streaming import JSON, encode, json_response, respond
 from jaxserve.server.kept.conversation_store import Conversation, ConversationStore
 from jaxserve.server.kept.response_store import ResponseStore, Turn
+from jaxserve.server.schema import responses as schema
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.response_items import (
-    DeletedResponse,
     InputItem,
-    InputItems,
     InputTokens,
     ResponsesResponse,
     shown_items,
-    strip_hosted,
 )
-from jaxserve.server.schema.responses import (
-    CountInputRequest,
-    ResponsesRequest,
-    as_chat,
-    check_metadata,
-    conversation_id,
-    items_of,
-)
+from jaxserve.server.schema.response_tools import strip_hosted
 from jaxserve.server.schema.sampling import NO_BOUND
 from jaxserve.settings.compat import endpoint_fields
 
@@ -52,17 +42,7 @@ class _Input:
     """The input of a request, and the conversation that it continues.
 
     Args:
-        request: the request.
-        body: its parsed body.
-        store: the stored responses.
-        conversations: the stored conversations.
         owner: digest of the client's API key, or None.
-
-    Attributes:
-        parent: the stored response that is continued, or None.
-        conversation: the conversation that the request names, or None.
-        own: the items of the input.
-        items: the items of the whole conversation, which end with the items of the input.
 
     Raises:
         ApiError: 404, there is no such response or conversation.
@@ -72,20 +52,22 @@ class _Input:
     def __init__(
         self,
         request: EndpointRequest,
-        body: ResponsesRequest | CountInputRequest,
+        body: schema.CountInputRequest,
         store: ResponseStore,
         conversations: ConversationStore,
         owner: str | None,
     ) -> None:
         name, before = "previous_response_id", body.previous_response_id
-        self.parent: Turn | None = None
-        self.own = items_of(body)
+        self.parent: Turn | None = None  # the stored response that is continued, or None
+        self.own = schema.items_of(body)  # the items of the input
         references = [item.id or "" for item in self.own if item.type == REFERENCE]
         if references:
             most = request.config.max_body_bytes
             stored = store.find_items(references, owner, most)
             self.own = [_resolved(item, stored) for item in self.own]
+        # The items of the whole conversation, which end with the items of the input.
         self.items = self.own
+        # The conversation that the request names, or None.
         self.conversation = self._join(conversations, body, owner, request.config.max_body_bytes)
         if before is None:
             return
@@ -110,12 +92,12 @@ class _Input:
     def _join(
         self,
         store: ConversationStore,
-        body: ResponsesRequest | CountInputRequest,
+        body: schema.CountInputRequest,
         owner: str | None,
         most: int,
     ) -> Conversation | None:
         """Return the conversation that a request names, and put its items before the input's."""
-        name, conversation = "conversation", conversation_id(body)
+        name, conversation = "conversation", schema.conversation_id(body)
         if conversation is None:
             return None
         if body.previous_response_id is not None:
@@ -143,26 +125,17 @@ def _request(http_request: Request) -> EndpointRequest:
     return request
 
 
-def _store(http_request: Request) -> ResponseStore:
-    return http_request.app.state.served.responses
-
-
 def _input(
     http_request: Request,
     request: EndpointRequest,
-    body: ResponsesRequest | CountInputRequest,
+    body: schema.CountInputRequest,
 ) -> _Input:
     served, owner = http_request.app.state.served, http_request.scope["jaxserve.key"]
     return _Input(request, body, served.responses, served.conversations, owner)
 
 
-def _turn(http_request: Request) -> Turn:
-    owner: str | None = http_request.scope["jaxserve.key"]
-    return _store(http_request).get(http_request.path_params["response_id"], owner)
-
-
-def _check(body: ResponsesRequest, store: ResponseStore) -> None:
-    check_metadata(body.metadata)
+def _check(body: schema.ResponsesRequest, store: ResponseStore) -> None:
+    schema.check_metadata(body.metadata)
     for name, or_none in (("max_tool_calls", ""), ("max_output_tokens", ", or -1 for no bound")):
         value = getattr(body, name)
         if value is not None and value < 1 and not (or_none and value == NO_BOUND):
@@ -178,13 +151,9 @@ def _check(body: ResponsesRequest, store: ResponseStore) -> None:
 
 
 async def responses(http_request: Request) -> Response:
-    """Answer an input with a response, a stream of events, or a response in the background.
-
-    Raises:
-        ApiError, InvalidRequest, Overloaded: as `EndpointRequest.parse`, `_Input` and `prepare`.
-    """
-    request, store = _request(http_request), _store(http_request)
-    body = request.parse(ResponsesRequest, endpoint_fields("responses"), strip_hosted)
+    """Answer an input with a response, a stream of events, or a response in the background."""
+    request, store = _request(http_request), http_request.app.state.served.responses
+    body = request.parse(schema.ResponsesRequest, endpoint_fields("responses"), strip_hosted)
     # The engine's and the chat's, while the request's own are refused above.
     request.renamed |= {"prompt": "input", "response_format": "text"}
     if body.structured_outputs is None and body.json_schema is None:
@@ -219,7 +188,7 @@ async def responses(http_request: Request) -> Response:
 
     formatter = ResponsesFormatter(body, tokenizer, keep)
     turn = Turn(formatter.id, owner, source.parent, added or shown_items(source.own), b"")
-    turn.conversation = conversation_id(body)
+    turn.conversation = schema.conversation_id(body)
     if not body.background:
         return await respond(http_request, generation, formatter, bool(body.stream))
     generation.follow(http_request.headers, http_request.scope["jaxserve.request_id"])
@@ -238,7 +207,7 @@ async def responses(http_request: Request) -> Response:
 
 
 async def _prepare(
-    request: EndpointRequest, body: ResponsesRequest, items: list[InputItem]
+    request: EndpointRequest, body: schema.ResponsesRequest, items: list[InputItem]
 ) -> Generation:
     """Return the generation for a conversation, not yet started.
 
@@ -249,7 +218,7 @@ async def _prepare(
         ApiError, InvalidRequest, Overloaded: as `chat.prepare`.
     """
     try:
-        return await prepare(request, as_chat(body, items))
+        return await prepare(request, schema.as_chat(body, items))
     except PromptTooLong as error:
         starts = [n for n, item in enumerate(items) if n and item.role == "user"]
         if body.truncation != "auto" or not starts:
@@ -264,7 +233,7 @@ async def _prepare(
         ]
         try:
             generation = await prepare(
-                request, as_chat(body, [*instructions, *items[starts[middle] :]])
+                request, schema.as_chat(body, [*instructions, *items[starts[middle] :]])
             )
             high = middle
         except PromptTooLong:
@@ -274,77 +243,13 @@ async def _prepare(
     return generation
 
 
-async def get_response(http_request: Request) -> Response:
-    """Answer with a stored response, or with its events from `starting_after` on.
-
-    Raises:
-        ApiError: 404, there is no such response.
-        InvalidRequest: its events are not stored, or an argument is wrong.
-    """
-    query = Query(http_request)
-    is_stream, after = query.flag("stream"), query.integer("starting_after", -1, 0, 2**31 - 1)
-    turn = _turn(http_request)
-    if not is_stream:
-        return Response(turn.response, media_type=JSON)
-    if turn.events is None:
-        raise InvalidRequest(
-            "stream is only kept of a response that had background and stream", "stream"
-        )
-    return StoredStream(turn, after + 1)
-
-
-async def cancel_response(http_request: Request) -> Response:
-    """Cancel a response in the background, and answer with it after its end.
-
-    Raises:
-        ApiError: 404, there is no such response.
-        InvalidRequest: the response is not in the background.
-    """
-    turn = _turn(http_request)
-    if turn.task is None:
-        raise InvalidRequest("Cannot cancel a synchronous response.", "response_id")
-    if turn.cancel is not None:
-        turn.cancel()
-    while turn.is_running:
-        await turn.wait()
-    return Response(turn.response, media_type=JSON)
-
-
-async def delete_response(http_request: Request) -> Response:
-    """Delete a stored response.
-
-    Raises:
-        ApiError: 404, there is no such response.
-    """
-    turn = _turn(http_request)
-    _store(http_request).remove(turn)
-    return json_response(DeletedResponse(turn.id))
-
-
-async def list_input_items(http_request: Request) -> Response:
-    """Answer with a page of the input items of a stored response.
-
-    Raises:
-        ApiError: 404, there is no such response.
-        InvalidRequest: an argument is wrong.
-    """
-    query = Query(http_request)
-    turn = _turn(http_request)
-    page = query.page(turn.input_items(), lambda item: item["id"], "desc")
-    return json_response(InputItems(*page))
-
-
 async def count_input_tokens(http_request: Request) -> Response:
-    """Answer with the number of tokens of an input, rendered by the chat template.
-
-    Raises:
-        ApiError, InvalidRequest: as `EndpointRequest.parse` and `_Input`.
-    """
+    """Answer with the number of tokens of an input, rendered by the chat template."""
     request = _request(http_request)
-    body = request.parse(CountInputRequest, endpoint_fields("responses"), strip_hosted)
+    body = request.parse(schema.CountInputRequest, endpoint_fields("responses"), strip_hosted)
     request.renamed |= {"prompt": "input", "response_format": "text"}
     source = _input(http_request, request, body)
-    whole = ResponsesRequest(**msgspec.structs.asdict(body))
-    chat = as_chat(whole, source.items)
+    whole = schema.ResponsesRequest(**msgspec.structs.asdict(body))
+    chat = schema.as_chat(whole, source.items)
     model = request.find_model(chat.model)
     return json_response(InputTokens(len(await template_ids(chat, model))))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.server.api.generation import ChoicePart, Generation
+from jaxserve.server.api.generation import Choice, ChoicePart, Generation
 from jaxserve.server.schema.errors import ApiError, as_api_error
+from jaxserve.server.schema.generate import GenerateRequest
+from jaxserve.server.schema.logprobs import TokenTexts
+from jaxserve.server.schema.openai import PromptLogprobs, Sampling, Usage
 
 T = TypeVar("T")
 # Writes a part of a body past ASGI, which is faster. Returns False if ASGI has to be used.
@@ -21,30 +24,6 @@ JSON = "application/json"
 # Answers with the log-probabilities of more tokens are formatted on another thread.
 INLINE_LOGPROBS = 256
 _encoder = msgspec.json.Encoder()
-
-
-class ResponseFormatter(Protocol):
-    """Formatter of an endpoint's answers, as one document or as events while tokens arrive."""
-
-    def whole(self, generation: Generation) -> Any:
-        """Return the document of a finished generation."""
-        ...
-
-    def opening(self, generation: Generation) -> bytes:
-        """Return the events before the first parts."""
-        ...
-
-    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        """Return the events for new parts, which may be empty."""
-        ...
-
-    def closing(self, generation: Generation) -> bytes:
-        """Return the events after the last part."""
-        ...
-
-    def failure(self, error: ApiError) -> bytes:
-        """Return the events that end a stream with an error."""
-        ...
 
 
 class ClientGone(Exception):
@@ -71,6 +50,106 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 def error_response(error: ApiError) -> Response:
     return json_response(error.body(), error.status, error.headers)
+
+
+class ResponseFormatter:
+    """Formatter of an endpoint's answers, as one document or as events while tokens arrive."""
+
+    def whole(self, generation: Generation) -> Any:
+        """Return the document of a finished generation."""
+        raise NotImplementedError
+
+    def opening(self, generation: Generation) -> bytes:
+        """Return the events before the first parts."""
+        return b""
+
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
+        """Return the events for new parts, which may be empty."""
+        return b"".join([self._part(generation, part) for part in parts])
+
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
+        raise NotImplementedError
+
+    def closing(self, generation: Generation) -> bytes:
+        """Return the events after the last part."""
+        raise NotImplementedError
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the events that end a stream with an error."""
+        return event(error.body()) + DONE
+
+
+class ChoiceFormatter(ResponseFormatter):
+    """Formatter in OpenAI's form: choices, and the usage if `stream_options` request it.
+
+    Args:
+        tokenizer: spells tokens in log-probabilities. None for a model without a tokenizer.
+        shows_prompt: True if an answer has log-probabilities of its prompt. Its events wait for
+            them.
+    """
+
+    def __init__(
+        self,
+        body: Sampling | GenerateRequest,
+        tokenizer: Any,
+        answer_id: str,
+        shows_prompt: bool = False,
+    ) -> None:
+        self._id = answer_id
+        self._ids = bool(body.return_token_ids)
+        as_ids = isinstance(body, Sampling) and bool(body.return_tokens_as_token_ids)
+        self._texts = TokenTexts(tokenizer, as_ids)
+        options = body.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._continuous = self._usage and bool(options and options.continuous_usage_stats)
+        self._sent: list[int] = []  # number of tokens sent of each choice
+        self._shows_prompt = shows_prompt
+        self._held: list[ChoicePart] = []  # parts that wait for the log-probabilities of a prompt
+
+    def _response(self, generation: Generation, choices: list) -> Any:
+        raise NotImplementedError
+
+    def _used(self, generation: Generation, sent: list[int] | None = None) -> Usage:
+        return generation.usage(sent)
+
+    def _event(self, generation: Generation, choices: list) -> Any:
+        response = self._response(generation, choices)
+        if self._continuous:
+            response.usage = self._used(generation, self._sent)
+        elif self._usage:
+            response.usage = None
+        return response
+
+    def opening(self, generation: Generation) -> bytes:
+        self._sent = [0] * len(generation.choices)
+        return b""
+
+    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
+        if self._shows_prompt:
+            waiting, self._held, parts = self._held + parts, [], []
+            for part in waiting:
+                prompt = generation.choices[part.index].prompt
+                is_ready = generation.prompt_logprobs[prompt] is not None
+                (parts if is_ready else self._held).append(part)
+        events = []
+        for part in parts:
+            self._sent[part.index] += len(part.token_ids)
+            events.append(self._part(generation, part))
+        return b"".join(events)
+
+    def _of_prompt(
+        self, generation: Generation, choice: Choice, width: int | None
+    ) -> PromptLogprobs | None:
+        scores = generation.prompt_logprobs[choice.prompt]
+        return self._texts.prompt(choice.prompt_token_ids, scores, width)
+
+    def closing(self, generation: Generation) -> bytes:
+        if not self._usage:
+            return DONE
+        response = self._response(generation, [])
+        response.usage = self._used(generation)
+        response.metrics = generation.timing()
+        return event(response) + DONE
 
 
 async def disconnected(receive: Receive) -> None:

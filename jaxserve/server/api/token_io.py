@@ -11,23 +11,14 @@ from starlette.responses import Response
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 from jaxserve.server.api import anthropic, chat, completions
+from jaxserve.server.api.conversations import as_tools
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.generation import Choice, ChoicePart, Generation
-from jaxserve.server.api.streaming import DONE, event, json_response, respond
+from jaxserve.server.api.streaming import DONE, ChoiceFormatter, event, json_response, respond
+from jaxserve.server.schema import generate as schema
 from jaxserve.server.schema.anthropic import MessagesRequest
 from jaxserve.server.schema.decode import to_schema
-from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.functions import as_tools
-from jaxserve.server.schema.generate import (
-    DrawnToken,
-    GenerateChoice,
-    GenerateLogprobs,
-    GenerateRequest,
-    GenerateResponse,
-    ScoredToken,
-    rendered,
-)
-from jaxserve.server.schema.logprobs import ChatLogprobs, TokenTexts, rows
+from jaxserve.server.schema.logprobs import ChatLogprobs, rows
 from jaxserve.server.schema.openai import ChatRequest, CompletionRequest
 from jaxserve.server.schema.sampling import check_sizes, form_field, most_tokens, sampling_params
 from jaxserve.settings.checks import exact_int
@@ -37,10 +28,7 @@ _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
 async def render_completions(http_request: Request) -> Response:
-    """Answer with the token ids and settings of each prompt of a completion request.
-
-    Raises: as `completions.completions`.
-    """
+    """Answer with the token ids and settings of each prompt of a completion request."""
     request = EndpointRequest(http_request)
     body = request.parse(CompletionRequest, endpoint_fields("completions"))
     generation, _ = await completions.prepare_completions(request, body, scores_whole=False)
@@ -48,14 +36,11 @@ async def render_completions(http_request: Request) -> Response:
     prepared = generation.requests
     names = [f"{name}-{n}" for n in range(len(prepared))] if len(prepared) > 1 else [name]
     pairs = zip(prepared, names, strict=True)
-    return json_response([rendered(each, own_name, body) for each, own_name in pairs])
+    return json_response([schema.rendered(each, own_name, body) for each, own_name in pairs])
 
 
 async def render_chat(http_request: Request) -> Response:
-    """Answer with the token ids and settings of a chat request.
-
-    Raises: as `chat.chat_completions`.
-    """
+    """Answer with the token ids and settings of a chat request."""
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
     body = request.parse(ChatRequest, endpoint_fields("chat"))
@@ -63,10 +48,7 @@ async def render_chat(http_request: Request) -> Response:
 
 
 async def render_messages(http_request: Request) -> Response:
-    """Answer with the token ids and settings of a request in Anthropic's form.
-
-    Raises: as `anthropic.messages`.
-    """
+    """Answer with the token ids and settings of a request in Anthropic's form."""
     request = anthropic.renaming_request(http_request)
     body = request.parse(MessagesRequest, endpoint_fields("messages"))
     return await _render(request, await anthropic.template_chat(request, body), None)
@@ -75,21 +57,15 @@ async def render_messages(http_request: Request) -> Response:
 async def _render(request: EndpointRequest, body: ChatRequest, request_id: str | None) -> Response:
     generation = await chat.prepare(request, body)
     name = request.answer_id("chatcmpl", request_id)
-    response = rendered(generation.requests[0], name, body)
+    response = schema.rendered(generation.requests[0], name, body)
     response.return_token_ids = body.return_token_ids
     return json_response(response)
 
 
 async def generate(http_request: Request) -> Response:
-    """Complete a prompt of token ids, and answer with token ids.
-
-    Raises:
-        ApiError: the body is malformed, there is no such model, or the server is stopping.
-        InvalidRequest: a field, or a field of `sampling_params`, is wrong.
-        Overloaded: the queue is full.
-    """
+    """Complete a prompt of token ids, and answer with token ids."""
     request = EndpointRequest(http_request)
-    body = request.parse(GenerateRequest, endpoint_fields("generate"))
+    body = request.parse(schema.GenerateRequest, endpoint_fields("generate"))
     request.renamed["prompt"] = "token_ids"
     model = request.find_model(body.model)
     sent = body.sampling_params
@@ -125,27 +101,27 @@ async def generate(http_request: Request) -> Response:
     )
 
 
-class GenerateFormatter:
+class GenerateFormatter(ChoiceFormatter):
     """Formatter of completions as token ids, as one document or as the events of a stream.
 
     Args:
-        body: the request.
-        request_id: id of the answer.
         tokenizer: spells tokens in log-probabilities. None for a model without a tokenizer.
         settings: the fields of the request's `sampling_params`.
     """
 
     def __init__(
-        self, body: GenerateRequest, request_id: str, tokenizer: Any, settings: CompletionRequest
+        self,
+        body: schema.GenerateRequest,
+        request_id: str,
+        tokenizer: Any,
+        settings: CompletionRequest,
     ) -> None:
+        super().__init__(body, tokenizer, request_id)
         self._body = body
-        self._id = request_id
         self._settings = settings
-        self._texts = TokenTexts(tokenizer, False)
-        self._sent: list[int] = []
 
-    def _choice(self, part: ChoicePart | Choice) -> GenerateChoice:
-        choice = GenerateChoice(part.index, part.token_ids)
+    def _choice(self, part: ChoicePart | Choice) -> schema.GenerateChoice:
+        choice = schema.GenerateChoice(part.index, part.token_ids)
         choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
         if self._body.output_mode == "text":
             choice.text = part.text
@@ -157,55 +133,46 @@ class GenerateFormatter:
             choice.logprobs = _scores(part)
         return choice
 
-    def _response(self, choices: list[GenerateChoice]) -> GenerateResponse:
-        return GenerateResponse(self._id, choices, self._body.output_mode)
+    def _response(
+        self, generation: Generation, choices: list[schema.GenerateChoice]
+    ) -> schema.GenerateResponse:
+        return schema.GenerateResponse(self._id, choices, self._body.output_mode)
 
-    def whole(self, generation: Generation) -> GenerateResponse:
-        response = self._response([self._choice(choice) for choice in generation.choices])
+    def whole(self, generation: Generation) -> schema.GenerateResponse:
+        choices = [self._choice(choice) for choice in generation.choices]
+        response = self._response(generation, choices)
         response.usage = generation.usage()
         response.model, response.created = generation.model.name, generation.created
-        prompt = generation.choices[0].prompt_token_ids
-        if self._body.return_token_ids:
-            response.prompt_token_ids = prompt
-        scores, width = generation.prompt_logprobs[0], self._settings.prompt_logprobs
-        response.prompt_logprobs = self._texts.prompt(prompt, scores, width)
+        if self._ids:
+            response.prompt_token_ids = generation.choices[0].prompt_token_ids
+        width = self._settings.prompt_logprobs
+        response.prompt_logprobs = self._of_prompt(generation, generation.choices[0], width)
         return response
 
     def opening(self, generation: Generation) -> bytes:
-        self._sent = [0] * len(generation.choices)
-        if not self._body.return_token_ids:
-            return b""
-        response = self._response([])
+        opening = super().opening(generation)
+        if not self._ids:
+            return opening
+        response = self._response(generation, [])
         response.prompt_token_ids = generation.choices[0].prompt_token_ids
-        return event(response)
+        return opening + event(response)
 
-    def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        options, events = self._body.stream_options, []
-        for part in parts:
-            self._sent[part.index] += len(part.token_ids)
-            response = self._response([self._choice(part)])
-            if options is not None and options.include_usage and options.continuous_usage_stats:
-                response.usage = generation.usage(self._sent)
-            events.append(event(response))
-        return b"".join(events)
+    def _part(self, generation: Generation, part: ChoicePart) -> bytes:
+        return event(self._event(generation, [self._choice(part)]))
 
     def closing(self, generation: Generation) -> bytes:
-        options = self._body.stream_options
-        if options is None or not options.include_usage:
+        if not self._usage:
             return DONE
-        response = self._response([])
+        response = self._response(generation, [])
         response.usage = generation.usage()
         return event(response) + DONE
 
-    def failure(self, error: ApiError) -> bytes:
-        return event(error.body()) + DONE
 
-
-def _scores(part: ChoicePart | Choice) -> GenerateLogprobs:
+def _scores(part: ChoicePart | Choice) -> schema.GenerateLogprobs:
     content = []
     for row in rows(part.token_ids, part.logprobs):
-        drawn = ScoredToken(row.token, row.logprob, row.rank)
-        best = [ScoredToken(token, value, n) for n, (token, value) in enumerate(row.best, 1)]
+        drawn = schema.ScoredToken(row.token, row.logprob, row.rank)
+        best = [schema.ScoredToken(token, value, n) for n, (token, value) in enumerate(row.best, 1)]
         others = [scored for scored in best if scored.token_id != row.token]
-        content.append(DrawnToken(row.token, row.logprob, row.rank, [drawn, *others]))
-    return GenerateLogprobs(content)
+        content.append(schema.DrawnToken(row.token, row.logprob, row.rank, [drawn, *others]))
+    return schema.GenerateLogprobs(content)

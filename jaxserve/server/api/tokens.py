@@ -9,13 +9,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.request_factory import check_token_ids
+from jaxserve.engine.prompts import check_token_ids
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.api.conversations import template_ids
+from jaxserve.server.api.conversations import as_tools, template_ids
 from jaxserve.server.api.endpoint_request import EndpointRequest
 from jaxserve.server.api.streaming import json_response
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.schema.functions import as_tools
 from jaxserve.server.schema.openai import ChatMessage, ChatRequest, Tool
 
 
@@ -69,12 +68,7 @@ class TokenizerInfo(msgspec.Struct):
 
 
 async def tokenize(http_request: Request) -> Response:
-    """Answer with the token ids of a prompt, or of messages rendered by the chat template.
-
-    Raises:
-        ApiError: the body is malformed, or there is no such model.
-        InvalidRequest: a field is wrong, or the server has no tokenizer.
-    """
+    """Answer with the token ids of a prompt, or of messages rendered by the chat template."""
     request = EndpointRequest(http_request)
     body = request.parse(TokenizeRequest)
     model = request.find_model(body.model)
@@ -125,10 +119,7 @@ async def tokenizer_info(http_request: Request) -> Response:
 
 
 async def detokenize(http_request: Request) -> Response:
-    """Answer with the text of token ids, including special tokens.
-
-    Raises: as `tokenize`.
-    """
+    """Answer with the text of token ids, including special tokens."""
     request = EndpointRequest(http_request)
     request.renamed["prompt"] = "tokens"
     body = request.parse(DetokenizeRequest)

@@ -33,19 +33,13 @@ class Form:
     """A form as it arrives. Its file is written to `upload`.
 
     Args:
-        boundary: the boundary between parts.
         upload: receives the bytes of the file.
-
-    Attributes:
-        fields: texts of the fields by name.
-        filename: name of the file, or None until the file begins.
-        is_whole: whether the end of the form has been parsed.
     """
 
     def __init__(self, boundary: bytes, upload: Upload) -> None:
         self.fields: dict[str, str] = {}
-        self.filename: str | None = None
-        self.is_whole = False
+        self.filename: str | None = None  # name of the file, or None until the file begins
+        self.is_whole = False  # whether the end of the form has been parsed
         self._upload = upload
         self._part = _Part()
         self._num_parts = 0
@@ -128,7 +122,6 @@ async def read_form(request: Request, upload: Upload, seconds: float) -> Form:
 
     Args:
         request: the HTTP request, whose body is unread.
-        upload: receives the bytes of the file.
         seconds: time limit, to which the time of the file's bytes at MIN_RATE is added.
 
     Raises:

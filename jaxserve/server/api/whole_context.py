@@ -13,7 +13,7 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from jaxserve.engine.delta import Delta
-from jaxserve.engine.request_factory import check_token_ids
+from jaxserve.engine.prompts import check_token_ids
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.logprobs import TokenLogprobs
 from jaxserve.server.api.generation import ChoicePart, Generation
@@ -51,7 +51,6 @@ class WholeContextGeneration(Generation):
     """Generation for requests that only score their prompts.
 
     Args:
-        model: the model.
         requests: the engine's requests, one for each prompt.
         filling: prompts as long as the context, by the numbers of their requests. The requests have
             these prompts without their last tokens.

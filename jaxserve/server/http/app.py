@@ -13,61 +13,24 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.server.api.anthropic import count_tokens, messages
-from jaxserve.server.api.batch_service import BatchService, InnerClient
-from jaxserve.server.api.chat import chat_completions
-from jaxserve.server.api.completions import completions
-from jaxserve.server.api.files import (
-    cancel_batch,
-    create_batch,
-    delete_file,
-    get_batch,
-    get_content,
-    get_file,
-    list_batches,
-    list_files,
-    upload_file,
-)
-from jaxserve.server.api.infill import infill
-from jaxserve.server.api.info import (
-    get_model,
-    health,
-    list_models,
-    load,
-    model_info,
-    ready,
-    reset_prefix_cache,
-    server_info,
-    version,
-)
-from jaxserve.server.api.kept_conversations import (
-    add_items,
-    create_conversation,
-    delete_conversation,
-    delete_item,
-    get_conversation,
-    get_item,
-    list_items,
-    update_conversation,
-)
-from jaxserve.server.api.metrics import metrics
-from jaxserve.server.api.openapi import openapi
-from jaxserve.server.api.responses import (
-    cancel_response,
-    count_input_tokens,
-    delete_response,
-    get_response,
-    list_input_items,
+from jaxserve.server.api import (
+    anthropic,
+    chat,
+    completions,
+    files,
+    infill,
+    info,
+    kept_conversations,
+    kept_responses,
+    metrics,
+    openapi,
     responses,
+    token_io,
+    tokens,
 )
+from jaxserve.server.api.batch_service import BatchService, InnerClient
+from jaxserve.server.api.endpoint_request import Notices
 from jaxserve.server.api.streaming import error_response, json_response
-from jaxserve.server.api.token_io import (
-    generate,
-    render_chat,
-    render_completions,
-    render_messages,
-)
-from jaxserve.server.api.tokens import detokenize, tokenize, tokenizer_info
 from jaxserve.server.http.guard import FILES, Guard
 from jaxserve.server.http.head_checks import HeadChecks
 from jaxserve.server.kept.batches import Batches
@@ -77,7 +40,6 @@ from jaxserve.server.kept.response_store import ResponseStore
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.served.admission import Lifecycle
 from jaxserve.server.served.models import Models
-from jaxserve.server.served.notices import Notices
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.compat import UnservedRoute, unserved_routes
 
@@ -99,64 +61,68 @@ _ALIASES = {
     "/get_server_info": "/server_info",
 }
 
+_ROUTES = (
+    ("POST", "/v1/completions", completions.completions),
+    ("POST", "/v1/chat/completions", chat.chat_completions),
+    ("POST", "/v1/responses", responses.responses),
+    ("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
+    ("GET", "/v1/responses/{response_id}", kept_responses.get_response),
+    ("DELETE", "/v1/responses/{response_id}", kept_responses.delete_response),
+    ("POST", "/v1/responses/{response_id}/cancel", kept_responses.cancel_response),
+    ("GET", "/v1/responses/{response_id}/input_items", kept_responses.list_input_items),
+    ("POST", "/v1/conversations", kept_conversations.create_conversation),
+    ("GET", "/v1/conversations/{conversation_id}", kept_conversations.get_conversation),
+    ("POST", "/v1/conversations/{conversation_id}", kept_conversations.update_conversation),
+    ("DELETE", "/v1/conversations/{conversation_id}", kept_conversations.delete_conversation),
+    ("POST", "/v1/conversations/{conversation_id}/items", kept_conversations.add_items),
+    ("GET", "/v1/conversations/{conversation_id}/items", kept_conversations.list_items),
+    ("GET", "/v1/conversations/{conversation_id}/items/{item_id}", kept_conversations.get_item),
+    (
+        "DELETE",
+        "/v1/conversations/{conversation_id}/items/{item_id}",
+        kept_conversations.delete_item,
+    ),
+    ("POST", "/v1/messages", anthropic.messages),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
+    ("POST", FILES, files.upload_file),
+    ("GET", FILES, files.list_files),
+    ("GET", "/v1/files/{file_id}", files.get_file),
+    ("DELETE", "/v1/files/{file_id}", files.delete_file),
+    ("GET", "/v1/files/{file_id}/content", files.get_content),
+    ("POST", "/v1/batches", files.create_batch),
+    ("GET", "/v1/batches", files.list_batches),
+    ("GET", "/v1/batches/{batch_id}", files.get_batch),
+    ("POST", "/v1/batches/{batch_id}/cancel", files.cancel_batch),
+    ("POST", "/tokenize", tokens.tokenize),
+    ("POST", "/detokenize", tokens.detokenize),
+    ("POST", "/reset_prefix_cache", info.reset_prefix_cache),
+    ("POST", "/inference/v1/generate", token_io.generate),
+    ("POST", "/v1/completions/render", token_io.render_completions),
+    ("POST", "/v1/chat/completions/render", token_io.render_chat),
+    ("POST", "/v1/messages/render", token_io.render_messages),
+    ("GET", "/tokenizer_info", tokens.tokenizer_info),
+    ("POST", "/infill", infill.infill),
+    ("GET", "/v1/models", info.list_models),
+    ("GET", "/v1/models/{model:path}", info.get_model),
+    ("GET", "/health", info.health),
+    ("GET", "/ready", info.ready),
+    ("GET", "/version", info.version),
+    ("GET", "/load", info.load),
+    ("GET", "/server_info", info.server_info),
+    ("GET", "/model_info", info.model_info),
+    ("GET", "/metrics", metrics.metrics),
+    ("GET", "/openapi.json", openapi.openapi),
+)
+
 
 def routes() -> list[BaseRoute]:
-    api = [
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/responses", responses, methods=["POST"]),
-        Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
-        Route("/v1/responses/{response_id}", get_response, methods=["GET"]),
-        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
-        Route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"]),
-        Route("/v1/responses/{response_id}/input_items", list_input_items, methods=["GET"]),
-        Route("/v1/conversations", create_conversation, methods=["POST"]),
-        Route("/v1/conversations/{conversation_id}", get_conversation, methods=["GET"]),
-        Route("/v1/conversations/{conversation_id}", update_conversation, methods=["POST"]),
-        Route("/v1/conversations/{conversation_id}", delete_conversation, methods=["DELETE"]),
-        Route("/v1/conversations/{conversation_id}/items", add_items, methods=["POST"]),
-        Route("/v1/conversations/{conversation_id}/items", list_items, methods=["GET"]),
-        Route("/v1/conversations/{conversation_id}/items/{item_id}", get_item, methods=["GET"]),
-        Route(
-            "/v1/conversations/{conversation_id}/items/{item_id}", delete_item, methods=["DELETE"]
-        ),
-        Route("/v1/messages", messages, methods=["POST"]),
-        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-        Route(FILES, upload_file, methods=["POST"]),
-        Route(FILES, list_files, methods=["GET"]),
-        Route("/v1/files/{file_id}", get_file, methods=["GET"]),
-        Route("/v1/files/{file_id}", delete_file, methods=["DELETE"]),
-        Route("/v1/files/{file_id}/content", get_content, methods=["GET"]),
-        Route("/v1/batches", create_batch, methods=["POST"]),
-        Route("/v1/batches", list_batches, methods=["GET"]),
-        Route("/v1/batches/{batch_id}", get_batch, methods=["GET"]),
-        Route("/v1/batches/{batch_id}/cancel", cancel_batch, methods=["POST"]),
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
-        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
-        Route("/inference/v1/generate", generate, methods=["POST"]),
-        Route("/v1/completions/render", render_completions, methods=["POST"]),
-        Route("/v1/chat/completions/render", render_chat, methods=["POST"]),
-        Route("/v1/messages/render", render_messages, methods=["POST"]),
-        Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
-        Route("/infill", infill, methods=["POST"]),
-        Route("/v1/models", list_models, methods=["GET"]),
-        Route("/v1/models/{model:path}", get_model, methods=["GET"]),
-        Route("/health", health, methods=["GET"]),
-        Route("/ready", ready, methods=["GET"]),
-        Route("/version", version, methods=["GET"]),
-        Route("/load", load, methods=["GET"]),
-        Route("/server_info", server_info, methods=["GET"]),
-        Route("/model_info", model_info, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
-        Route("/openapi.json", openapi, methods=["GET"]),
-    ]
+    api = [Route(path, endpoint, methods=[method]) for method, path, endpoint in _ROUTES]
     named = {route.path: route for route in api}
     aliases = [
         Route(path, named[other].endpoint, methods=list(named[other].methods or ()))
         for path, other in _ALIASES.items()
     ]
-    return [*api, *aliases, Route("/ping", health, methods=["POST"])]
+    return [*api, *aliases, Route("/ping", info.health, methods=["POST"])]
 
 
 def _reads_no_body(path: str) -> bool:
@@ -211,9 +177,6 @@ class App:
     An endpoint finds this object as `request.app.state.served`.
 
     Args:
-        models: the served models.
-        config: the server's settings.
-        more_routes: routes besides the API's, such as pages.
         open_paths: paths that need no API key, besides the paths of the health checks.
         files: the store of uploaded files, or None if the server has no folder for files.
     """

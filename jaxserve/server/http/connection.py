@@ -31,11 +31,7 @@ class HttpParser(h11.Connection):
     """h11's parser, which refuses bodies that are too large or come in tiny chunks.
 
     A target in absolute form is replaced by its path, and its authority becomes the Host header
-    (RFC 9112, 3.2.2).
-
-    Args:
-        max_body_bytes: largest size of a body.
-        max_form_bytes: largest size of a form with a file.
+    (RFC 9112, 3.2.2). `max_form_bytes` limits forms with a file.
     """
 
     def __init__(self, max_body_bytes: int, max_form_bytes: int) -> None:
@@ -143,8 +139,6 @@ class Connection(H11Protocol):
 
     Args:
         limits: the server's settings, with `max_connections` that fit the limit of open files.
-        crowd: the connections beyond the limit.
-        **named: see `H11Protocol`.
     """
 
     def __init__(self, *, limits: ServerConfig, crowd: Crowd, **named: Any) -> None:
@@ -211,11 +205,7 @@ class Connection(H11Protocol):
         return False
 
     async def _write_event(self, data: bytes) -> bool:
-        """Write a chunk of a chunked body to the transport, without the cost of ASGI and h11.
-
-        Returns:
-            False if the answer's head has not been sent. The chunk then has to be sent by ASGI.
-        """
+        # This saves the cost of ASGI and h11, which a chunk needs (False) until the head is sent.
         cycle = self.cycle
         if self.flow.write_paused and not cycle.disconnected:
             await self.flow.drain()
@@ -248,11 +238,8 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def _watch_header(self) -> None:
-        """Start or stop the timer that aborts the connection after `header_timeout`.
-
-        The timer runs until the first header, or a header that has begun, is complete, and while
-        the rest of a body is missing whose request was answered without it.
-        """
+        # The timer aborts the connection after `header_timeout`. It runs until the first header, or
+        # a header that has begun, is complete, and while the rest of a body is missing.
         state, cycle = self.conn.their_state, self.cycle
         waiting = state is h11.IDLE and self.timeout_keep_alive_task is None
         if state is h11.SEND_BODY and cycle is not None and cycle.response_complete:
@@ -266,8 +253,7 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stop("_write_timer")
-        seconds = self._limits.write_timeout
-        self._write_timer = self.loop.call_later(seconds, self.transport.abort)
+        self._write_timer = self.loop.call_later(self._limits.write_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -304,8 +290,7 @@ class Connection(H11Protocol):
 
 def _raw(error: ApiError, status: int) -> bytes:
     # A whole response, for data that does not reach the application.
-    body = msgspec.json.encode(error.body())
-    phrase = STATUS_PHRASES[status]
+    body, phrase = msgspec.json.encode(error.body()), STATUS_PHRASES[status]
     return (
         b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
         b"connection: close\r\n\r\n%b" % (status, phrase, len(body), body)

@@ -16,13 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError, Overloaded
 from jaxserve.server.api.streaming import ClientGone, error_response
-from jaxserve.server.http.head_checks import (
-    OPEN_PATHS,
-    HeadChecks,
-    by_name,
-    check_media,
-    id_of_request,
-)
+from jaxserve.server.http import head_checks
 from jaxserve.server.schema.errors import ApiError, as_api_error, too_many_connections
 from jaxserve.server.served.admission import Lifecycle
 from jaxserve.server.settings import ServerConfig
@@ -46,9 +40,6 @@ class Guard:
     `jaxserve.crowded`, which marks connections over the limit.
 
     Args:
-        app: the application behind the guard.
-        config: the server's settings.
-        checks: checks of the request's head.
         lifecycle: state of the server. While it drains, every answer closes its connection.
         check_room: called with the path before a body is parsed, and before a large body is read.
             It raises if no request to this path can be admitted now.
@@ -60,7 +51,7 @@ class Guard:
         self,
         app: ASGIApp,
         config: ServerConfig,
-        checks: HeadChecks,
+        checks: head_checks.HeadChecks,
         lifecycle: Lifecycle,
         check_room: Callable[[str], None] = lambda path: None,
         reads_no_body: Callable[[str], bool] = lambda path: False,
@@ -78,8 +69,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = by_name(scope["headers"])
-        request_id = id_of_request(headers)
+        headers = head_checks.by_name(scope["headers"])
+        request_id = head_checks.id_of_request(headers)
         more_headers = [(b"x-request-id", request_id)]
         is_crowded = scope.get("jaxserve.crowded", False)
         if self._lifecycle.is_draining or is_crowded:
@@ -95,7 +86,7 @@ class Guard:
         if root and scope["path"].startswith(f"{root}/"):
             scope["path"] = scope["path"][len(root) :]
         try:
-            if is_crowded and scope["path"] not in OPEN_PATHS:
+            if is_crowded and scope["path"] not in head_checks.OPEN_PATHS:
                 raise too_many_connections()
             key = self._checks.check(scope["path"], scope["headers"], headers)
             scope["jaxserve.key"] = key
@@ -137,7 +128,7 @@ class Guard:
         # A small body is read before the queue is checked, so that the connection stays open after
         # a refusal. A large body is refused unread, which closes the connection.
         try:
-            check_media(headers)
+            head_checks.check_media(headers)
         except ApiError:
             if not self._reads_no_body(scope["path"]):
                 raise
@@ -154,7 +145,7 @@ class Guard:
         most = self._config.max_file_bytes + FORM_BYTES
         if self._config.files_dir is None:
             return
-        check_media(headers, b"multipart/form-data")
+        head_checks.check_media(headers, b"multipart/form-data")
         if int(headers.get(b"content-length", b"0")) > most:
             raise ApiError(413, f"the body is larger than {most} bytes", "file", "too_large")
 
@@ -182,18 +173,14 @@ class Guard:
 
 
 class _Answer:
-    """Sender of an answer that holds the head back until it can go out with a part of the body.
-
-    Attributes:
-        is_started: whether a part of the answer has been sent.
-    """
+    """Sender of an answer that holds the head back until it can go out with a part of the body."""
 
     def __init__(self, scope: Scope, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._send = send
         self._joined = scope.get("jaxserve.joined", nullcontext)
         self._headers = headers
         self._head: Message | None = None
-        self.is_started = False
+        self.is_started = False  # whether a part of the answer has been sent
 
     async def send(self, message: Message) -> None:
         """Send an ASGI message, the head together with the first part of the body."""

@@ -25,7 +25,6 @@ class HeadChecks:
     """Checks of a request's headers, its origin and its API key.
 
     Args:
-        config: the server's settings.
         open_paths: paths that need no key, besides `OPEN_PATHS`.
     """
 
@@ -46,7 +45,6 @@ class HeadChecks:
         """Check a request's head.
 
         Args:
-            path: the request's path.
             headers: all headers, with names in lower case.
             named: the result of `by_name` for the same headers.
 

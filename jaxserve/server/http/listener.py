@@ -1,13 +1,22 @@
-"""Listening sockets, bound before JAX is imported so that a port in use is reported at once."""
+"""Listening sockets, their certificates, and the connections that the limit of open files allows.
+
+The module imports no JAX, so that a port in use or a wrong certificate is reported at once.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.settings import ServerConfig
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -97,3 +106,102 @@ def _is_heard(path: str) -> bool:
         except OSError:
             return True
     return True
+
+
+# Files that a process has open besides its connections, including short-lived ones.
+SPARE_FILES = 256
+# Spare files per connection that the event loop may accept in one iteration.
+_SHARE_OF_A_TURN = 8
+_FEWEST = 16
+
+
+@dataclass(frozen=True)
+class Room:
+    """Numbers of connections that fit within the limit of open files."""
+
+    limit: float  # number of files that the process may have open
+    connections: int  # number of connections served at a time
+    # Number of further connections that may be accepted in one iteration of the event loop, or wait
+    # for a refusal. The file of a refused connection is closed some iterations later.
+    beyond: int
+
+
+def make_room(connections: int) -> Room:
+    """Raise the process's limit of open files, up to its hard limit, for a number of connections.
+
+    Returns:
+        The numbers of connections that fit, at most `connections`.
+
+    Raises:
+        ValueError: the hard limit leaves too little room beside the files that are open now.
+    """
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + 2 * SPARE_FILES
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    num_open = len(os.listdir("/dev/fd"))
+    num_free = (needed if limit == resource.RLIM_INFINITY else limit) - num_open
+    if num_free < _FEWEST:
+        raise ValueError(
+            f"the limit of open files, {limit}, leaves no room for connections beside the "
+            f"{num_open} that are open: raise it (ulimit -n)"
+        )
+    spare = min(SPARE_FILES, num_free // 2)
+    return Room(limit, min(connections, num_free - spare), spare // _SHARE_OF_A_TURN)
+
+
+_FIELDS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
+
+
+def check_certificates(config: ServerConfig) -> None:
+    """Check that the server's certificate, key, authorities and ciphers can be loaded.
+
+    Raises:
+        InvalidRequest: a file is missing or malformed. The error names the setting.
+    """
+    if config.ssl_certfile is None:
+        return
+    import ssl  # takes 10 ms, and few servers need it
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    key = config.ssl_keyfile
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        path = getattr(config, name)
+        try:
+            with open(path or config.ssl_certfile, "rb"):
+                pass
+        except OSError as error:
+            raise InvalidRequest(f"{name}: cannot read {path}: {error.strerror}", name) from error
+    try:
+        # Without a password OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(config.ssl_certfile, key, lambda: b"")
+    except (ssl.SSLError, OSError) as error:
+        name = "ssl_certfile" if key is None else "ssl_keyfile"
+        raise InvalidRequest(
+            f"{name}: {key or config.ssl_certfile} is no private key without a password, in PEM, "
+            f"that belongs to {config.ssl_certfile}",
+            name,
+        ) from error
+    try:
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except (ssl.SSLError, OSError) as error:
+        raise InvalidRequest(
+            f"ssl_ca_certs: {config.ssl_ca_certs} holds no certificates in PEM", "ssl_ca_certs"
+        ) from error
+    try:
+        if config.ssl_ciphers is not None:
+            context.set_ciphers(config.ssl_ciphers)
+    except ssl.SSLError as error:
+        raise InvalidRequest(
+            f"ssl_ciphers: OpenSSL has no cipher {config.ssl_ciphers!r}", "ssl_ciphers"
+        ) from error
+
+
+def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
+    """Return uvicorn's arguments for TLS, or an empty dict without a certificate."""
+    if config.ssl_certfile is None:
+        return {}
+    ciphers = {} if config.ssl_ciphers is None else {"ssl_ciphers": config.ssl_ciphers}
+    return {name: getattr(config, name) for name in _FIELDS} | ciphers

@@ -16,9 +16,7 @@ import uvicorn
 
 from jaxserve.server.http.app import App
 from jaxserve.server.http.connection import Connection, Crowd
-from jaxserve.server.http.listener import allow_reuse
-from jaxserve.server.http.open_files import Room, make_room
-from jaxserve.server.http.tls import uvicorn_options
+from jaxserve.server.http.listener import Room, allow_reuse, make_room, uvicorn_options
 from jaxserve.server.schema.errors import ApiError
 
 _log = logging.getLogger(__name__)
@@ -37,11 +35,7 @@ class Process(uvicorn.Server):
     also ends when one of its engines has ended.
 
     Args:
-        app: the application to serve.
         room: the numbers of connections, by default as the limit of open files allows.
-
-    Attributes:
-        status: exit status of the process, valid after `serve` has returned.
     """
 
     def __init__(self, app: App, room: Room | None = None) -> None:
@@ -65,7 +59,7 @@ class Process(uvicorn.Server):
                 **uvicorn_options(limits),
             )
         )
-        self.status = 0
+        self.status = 0  # exit status of the process, valid after `serve` has returned
         self._served = app
         self._num_signals = 0
         self._deadline = 0.0

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from codecs import BOM_UTF8
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO, get_args
 from uuid import uuid4
 
 import msgspec
 
-from jaxserve.server.schema.files import BatchEndpoint
+from jaxserve.server.schema.files import BatchEndpoint, BatchProblem
 
 URLS: tuple[str, ...] = get_args(BatchEndpoint)
 # Maximum line length as a multiple of the maximum body, whose characters may be escaped.
 LINE_FACTOR = 2
 MAX_CUSTOM_ID = 512
+# Maximum number of invalid lines that are reported.
+MAX_PROBLEMS = 100
 
 
 class Line(msgspec.Struct):
@@ -33,15 +37,11 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct, omit_defaults=True):
-    """Reason for a missing answer.
-
-    Attributes:
-        line: number of the line in its file, if known.
-    """
+    """Reason for a missing answer."""
 
     code: str
     message: str
-    line: int | None = None
+    line: int | None = None  # number of the line in its file, if known
 
 
 class BatchOutput(msgspec.Struct):
@@ -59,17 +59,12 @@ class BatchOutput(msgspec.Struct):
 
 
 class BadLine(Exception):
-    """A line is not a valid request.
-
-    Attributes:
-        custom_id: name that the line gives itself, if it can be read.
-        code: machine-readable name of the error.
-    """
+    """A line is not a valid request."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
-        self.custom_id = custom_id
+        self.code = code  # machine-readable name of the error
+        self.custom_id = custom_id  # name that the line gives itself, if it can be read
 
 
 def lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes | None]]:
@@ -158,3 +153,49 @@ def _head(body: msgspec.Raw) -> _Head:
         return msgspec.json.decode(body, type=_Head)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _Head()  # the server refuses it later
+
+
+def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[BatchProblem]]:
+    """Return the number of lines of a batch file, and the errors in them.
+
+    A line must name `endpoint` and have at most `size` bytes. The file has at most `most` lines.
+    """
+    problems: list[BatchProblem] = []
+    total = 0
+    with path.open("rb") as file:
+        for problem in _problems(lines(file, size), endpoint):
+            total += 1
+            if total > most:
+                return total, [BatchProblem("too_many_lines", f"more than {most} lines")]
+            if problem is not None and len(problems) < MAX_PROBLEMS:
+                problems.append(problem)
+    if not total:
+        problems.append(BatchProblem("empty_file", "the file has no lines"))
+    return total, problems
+
+
+def _problems(
+    texts: Iterator[tuple[int, bytes | None]], endpoint: str
+) -> Iterator[BatchProblem | None]:
+    """Yield the error of each line, or None for a valid line."""
+    seen: set[bytes] = set()
+    for number, text in texts:
+        try:
+            line = read_line(text)
+        except BadLine as bad:
+            yield BatchProblem(bad.code, str(bad)[:600], number)
+            continue
+        if line.url != endpoint:
+            message = f"url must be the batch's endpoint, {endpoint}"
+            yield BatchProblem("mismatched_url", message, number, "url")
+        elif (mark := mark_of(line.custom_id)) in seen:
+            message = "an earlier line has this custom_id"
+            yield BatchProblem("duplicate_custom_id", message, number, "custom_id")
+        else:
+            seen.add(mark)
+            yield None
+
+
+def mark_of(custom_id: str) -> bytes:
+    """Return a short hash of a line's `custom_id`."""
+    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import time
 from contextlib import suppress
@@ -13,16 +12,8 @@ from uuid import uuid4
 
 import msgspec
 
-from jaxserve.server.kept.batch_lines import (
-    BatchError,
-    BatchOutput,
-    BatchResponse,
-    Line,
-    lines,
-    model_of,
-    output_of,
-    read_line,
-)
+from jaxserve.server.kept import batch_lines
+from jaxserve.server.kept.batch_lines import mark_of
 from jaxserve.server.kept.files import FileRecord, FileStore, new_file
 from jaxserve.server.schema.files import (
     Batch,
@@ -42,7 +33,9 @@ Outputs = tuple[str | None, str | None]
 class Service(Protocol):
     """Model service that answers lines with lower priority than all other clients."""
 
-    async def answer(self, line: Line, owner: str | None = None) -> BatchResponse:
+    async def answer(
+        self, line: batch_lines.Line, owner: str | None = None
+    ) -> batch_lines.BatchResponse:
         """Answer a line. The status of the answer may be an error."""
         ...
 
@@ -60,11 +53,6 @@ class Service(Protocol):
     def leave(self, model: str | None) -> None:
         """Release the request place of `model` that `enter` took. None is the default model."""
         ...
-
-
-def mark_of(custom_id: str) -> bytes:
-    """Return a short hash of a line's `custom_id`."""
-    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def append(sink: BinaryIO, data: bytes) -> None:
@@ -114,9 +102,6 @@ class BatchRun:
     async def draw(self, most: int) -> None:
         """Answer all lines without an answer, until the batch is cancelled or expires.
 
-        Args:
-            most: maximum bytes of a line.
-
         Raises:
             OSError: the disk failed.
         """
@@ -152,13 +137,13 @@ class BatchRun:
 
     async def _lines(self, most: int) -> None:
         with self._store.path(self._batch.input_file_id).open("rb") as source:
-            for number, text in lines(source, most):
-                line = read_line(text)  # validated before
+            for number, text in batch_lines.lines(source, most):
+                line = batch_lines.read_line(text)  # validated before
                 if mark_of(line.custom_id) in self._seen:
                     if not number % SKIPPED_A_TURN:
                         await asyncio.sleep(0)
                     continue
-                model = model_of(line)
+                model = batch_lines.model_of(line)
                 await self._service.enter(model)
                 task = asyncio.ensure_future(self._answer(line))
                 self._tasks.add(task)
@@ -166,18 +151,18 @@ class BatchRun:
                 task.add_done_callback(lambda _, model=model: self._service.leave(model))
         await asyncio.gather(*self._tasks)
 
-    async def _answer(self, line: Line) -> None:
+    async def _answer(self, line: batch_lines.Line) -> None:
         response = await self._service.answer(line, self._owner)
         has_failed = response.status_code >= 500
         if response.status_code == 503 or (
-            has_failed and not self._service.is_alive(model_of(line))
+            has_failed and not self._service.is_alive(batch_lines.model_of(line))
         ):
             # The server is stopping, or the engine has stopped: the line is answered after a
             # restart.
             await asyncio.Event().wait()
-        self._write(output_of(line.custom_id, response, None))
+        self._write(batch_lines.output_of(line.custom_id, response, None))
 
-    def _write(self, output: BatchOutput) -> None:
+    def _write(self, output: batch_lines.BatchOutput) -> None:
         """Write an answer. The first failure to write ends the execution."""
         if self._is_full or self._problem is not None:
             return
@@ -200,7 +185,7 @@ class BatchRun:
         self._store.count(self._owner, len(data))
         self._count(output)
 
-    def _count(self, output: BatchOutput) -> None:
+    def _count(self, output: batch_lines.BatchOutput) -> None:
         counts = self._batch.request_counts
         self._seen.add(mark_of(output.custom_id or ""))
         if output.is_good and output.response is not None:
@@ -223,23 +208,22 @@ class BatchRun:
                 for line in file:
                     if not line.endswith(b"\n"):
                         break
-                    self._count(msgspec.json.decode(line, type=BatchOutput))
+                    self._count(msgspec.json.decode(line, type=batch_lines.BatchOutput))
                     end += len(line)
                 file.truncate(end)
             self._num_bytes += end
 
     async def _expire(self, most: int) -> None:
-        """Write an error for each line without an answer."""
-        problem = BatchError(
+        problem = batch_lines.BatchError(
             "batch_expired", "This request could not be executed before the window expired."
         )
         with self._store.path(self._batch.input_file_id).open("rb") as source:
-            for number, text in lines(source, most):
+            for number, text in batch_lines.lines(source, most):
                 if not number % SKIPPED_A_TURN:
                     await asyncio.sleep(0)
-                line = read_line(text)
+                line = batch_lines.read_line(text)
                 if mark_of(line.custom_id) not in self._seen:
-                    self._write(output_of(line.custom_id, None, problem))
+                    self._write(batch_lines.output_of(line.custom_id, None, problem))
 
     def name_outputs(self) -> Outputs:
         """Return new ids for the output files that are not empty."""
@@ -251,10 +235,6 @@ class BatchRun:
 
     async def keep_outputs(self, names: Outputs, seconds: int | None) -> None:
         """Move the collected answers into the file store, unless they are already there.
-
-        Args:
-            names: ids of the files.
-            seconds: time until the files expire, or None.
 
         Raises:
             OSError: the disk failed. The answers are unchanged.

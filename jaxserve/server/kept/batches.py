@@ -6,15 +6,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from uuid import uuid4
 
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.kept.batch_lines import LINE_FACTOR, BadLine, lines, read_line
-from jaxserve.server.kept.batch_run import BatchRun, Outputs, Service, mark_of
+from jaxserve.server.kept.batch_lines import LINE_FACTOR, scan
+from jaxserve.server.kept.batch_run import BatchRun, Outputs, Service
 from jaxserve.server.kept.files import FileStore, may_see, read_records, write_record
 from jaxserve.server.kept.shares import over_share
 from jaxserve.server.schema.errors import ApiError
@@ -23,25 +21,17 @@ from jaxserve.server.schema.files import Batch, BatchProblem, BatchProblems, Bat
 _log = logging.getLogger(__name__)
 UNENDED = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_SECONDS = 24 * 3600
-# Maximum number of invalid lines that are reported.
-MAX_PROBLEMS = 100
 # Delay between attempts to store answers on a failing disk.
 RETRY_SECONDS = 10.0
 
 
 class BatchRecord(msgspec.Struct):
-    """Stored state of a batch.
-
-    Attributes:
-        owner: API key of the client.
-        output_seconds: time until its output files expire, or None.
-        outputs: ids of its output and error file, once it is finalizing.
-    """
+    """Stored state of a batch."""
 
     batch: Batch
-    owner: str | None
-    output_seconds: int | None
-    outputs: Outputs = (None, None)
+    owner: str | None  # API key of the client
+    output_seconds: int | None  # time until its output files expire, or None
+    outputs: Outputs = (None, None)  # ids of its output and error file, once it is finalizing
 
 
 class Batches:
@@ -215,10 +205,7 @@ class Batches:
             self._runs.pop(batch.id, None)
 
     async def _keep_outputs(self, record: BatchRecord, run: BatchRun) -> None:
-        """Store the answers as files.
-
-        Retry until the disk accepts them, so that answers are not lost.
-        """
+        # Retried until the disk accepts them, so that answers are not lost.
         while True:
             try:
                 await self._save(record)
@@ -266,47 +253,3 @@ class Batches:
             batch.status, batch.in_progress_at = "in_progress", int(time.time())
         await self._save(record)
         return True
-
-
-def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[BatchProblem]]:
-    """Return the number of lines of a batch file, and the errors in them.
-
-    Args:
-        endpoint: endpoint that all lines must name.
-        most: maximum number of lines.
-        size: maximum bytes of a line.
-    """
-    problems: list[BatchProblem] = []
-    total = 0
-    with path.open("rb") as file:
-        for problem in _problems(lines(file, size), endpoint):
-            total += 1
-            if total > most:
-                return total, [BatchProblem("too_many_lines", f"more than {most} lines")]
-            if problem is not None and len(problems) < MAX_PROBLEMS:
-                problems.append(problem)
-    if not total:
-        problems.append(BatchProblem("empty_file", "the file has no lines"))
-    return total, problems
-
-
-def _problems(
-    texts: Iterator[tuple[int, bytes | None]], endpoint: str
-) -> Iterator[BatchProblem | None]:
-    """Yield the error of each line, or None for a valid line."""
-    seen: set[bytes] = set()
-    for number, text in texts:
-        try:
-            line = read_line(text)
-        except BadLine as bad:
-            yield BatchProblem(bad.code, str(bad)[:600], number)
-            continue
-        if line.url != endpoint:
-            message = f"url must be the batch's endpoint, {endpoint}"
-            yield BatchProblem("mismatched_url", message, number, "url")
-        elif (mark := mark_of(line.custom_id)) in seen:
-            message = "an earlier line has this custom_id"
-            yield BatchProblem("duplicate_custom_id", message, number, "custom_id")
-        else:
-            seen.add(mark)
-            yield None

@@ -25,21 +25,18 @@ class Conversation:
     """Conversation as an ordered set of items. Each response in it adds its items.
 
     Attributes:
-        shown: the conversation as clients see it.
-        since: time of the last change on the monotonic clock.
-        num_item_bytes: size of its items.
-        is_running: always False, for `Shares`.
-        counted: bytes that the store has counted for it.
+        is_running: always False, for `Shares`
     """
 
     is_running = False
 
     def __init__(self, owner: str | None, metadata: dict[str, str]) -> None:
         self.owner = owner
+        # The conversation as clients see it.
         self.shown = ConversationObject(f"conv_{uuid4().hex}", int(time.time()), metadata)
-        self.since = time.monotonic()
+        self.since = time.monotonic()  # time of the last change on the monotonic clock
         self.num_item_bytes = 0
-        self.counted = 0
+        self.counted = 0  # bytes that the store has counted for it
         self._items: dict[str, bytes] = {}
 
     @property
@@ -95,7 +92,7 @@ class Conversation:
         return [_item.decode(text) for text in self._items.values()]
 
 
-class ConversationStore:
+class ConversationStore(Shares[Conversation]):
     """Conversations by id, limited in number, bytes and age.
 
     `Shares` defines the order of eviction.
@@ -105,22 +102,8 @@ class ConversationStore:
 
     Args:
         most: maximum number of conversations, 0 to disable the store.
-        most_bytes: maximum bytes of all conversations.
         seconds: time without a change after which a conversation is evicted.
     """
-
-    def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
-        self._kept: Shares[Conversation] = Shares(most, most_bytes, seconds)
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    @property
-    def num_bytes(self) -> int:
-        """Estimated memory of all conversations."""
-        return self._kept.num_bytes
 
     def keep(self, conversation: Conversation) -> None:
         """Store a conversation that is new or has changed.
@@ -128,21 +111,21 @@ class ConversationStore:
         Raises:
             ApiError: 400, the server does not store conversations.
         """
-        if not self._most:
+        if not self.most:
             message = "this server keeps no conversations: see --max-stored-responses"
             raise ApiError(400, message, code="not_supported")
         self.forget(conversation)
         conversation.since, size = time.monotonic(), conversation.num_bytes
-        if size > self._most_bytes:
+        if size > self.most_bytes:
             return
-        self._kept.put(conversation.shown.id, conversation)
+        self.put(conversation.shown.id, conversation)
         conversation.counted = size
-        self._kept.count(conversation.owner, size)
+        self.count(conversation.owner, size)
         self._trim()
 
     def extend(self, conversation: Conversation, items: Iterable[dict[str, Any]]) -> None:
         """Append items to a conversation, unless it was evicted or deleted in the meantime."""
-        if self._kept.get(conversation.owner, conversation.shown.id) is conversation:
+        if self.entry(conversation.owner, conversation.shown.id) is conversation:
             conversation.add(items)
             self.keep(conversation)
 
@@ -153,7 +136,7 @@ class ConversationStore:
             ApiError: 404, this client has no such object.
         """
         self._trim()
-        conversation = self._kept.get(owner, name)
+        conversation = self.entry(owner, name)
         if conversation is None:
             message = f"Conversation with id {name[:60]!r} not found."
             raise ApiError(404, message, parameter, "not_found")
@@ -161,9 +144,9 @@ class ConversationStore:
 
     def forget(self, conversation: Conversation) -> None:
         """Remove a conversation if it is stored."""
-        if self._kept.pop(conversation.owner, conversation.shown.id) is not None:
-            self._kept.count(conversation.owner, -conversation.counted)
+        if self.pop(conversation.owner, conversation.shown.id) is not None:
+            self.count(conversation.owner, -conversation.counted)
 
     def _trim(self) -> None:
-        for conversation in self._kept.leaving():
+        for conversation in self.leaving():
             self.forget(conversation)

@@ -78,7 +78,7 @@ class FileStore:
         for path in self._incoming.glob("*.upload"):  # left by a crash
             path.unlink()
         records = read_records(self._files, FileRecord)
-        self._records = {name: record for name, record in records.items() if self._is_whole(name)}
+        self._records = {name: r for name, r in records.items() if self.path(name).exists()}
         for path in self._files.iterdir():
             if _ID.fullmatch(path.stem) and path.stem not in self._records:
                 path.unlink()
@@ -96,17 +96,9 @@ class FileStore:
         """Bytes of all files, of uploads in progress, and of the answers of batches so far."""
         return self._bytes.total()
 
-    @property
-    def num_uploads(self) -> int:
-        """Number of uploads in progress."""
-        return self.uploads.total()
-
     def count(self, owner: str | None, num_bytes: int) -> None:
         """Add `num_bytes` to the bytes that an owner holds."""
         self._bytes[owner] += num_bytes
-
-    def _is_whole(self, name: str) -> bool:
-        return self.path(name).exists()
 
     def path(self, name: str) -> Path:
         """Return the path of a file's content."""
@@ -285,30 +277,20 @@ class Upload:
 def new_file(
     filename: str, purpose: str, seconds: int | None, name: str | None = None
 ) -> FileObject:
-    """Return the description of a new, empty file.
-
-    Args:
-        filename: label chosen by the client.
-        seconds: time until it expires, or None.
-    """
+    """Return the description of a new, empty file, which expires after some seconds or never."""
     now = int(time.time())
-    expires = None if seconds is None else now + seconds
     return FileObject(
         id=name or f"file-{uuid4().hex}",
         bytes=0,
         created_at=now,
         filename=filename,
         purpose=purpose,
-        expires_at=expires,
+        expires_at=None if seconds is None else now + seconds,
     )
 
 
 def _locked(folder: Path) -> int:
-    """Return a file descriptor that holds an exclusive lock on a folder.
-
-    Raises:
-        InvalidRequest: another server holds the lock.
-    """
+    # InvalidRequest: another server holds the lock.
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,18 +36,7 @@ _answer_text = msgspec.json.Decoder(_OutputText)
 
 
 class Turn:
-    """Response with the input that it answers. The turn before it is its parent.
-
-    Attributes:
-        events: events of its stream so far, if it is generated in the background and streamed,
-            otherwise None.
-        cancel: function that cancels the generation, None if it has ended.
-        task: background task, None if the client waited for the response.
-        item_ids: ids of its input and output items.
-        since: time of creation on the monotonic clock.
-        holders: number of references: the store, and the turns that continue it.
-        counted: bytes that the store has counted for it.
-    """
+    """Response with the input that it answers. The turn before it is its parent."""
 
     def __init__(
         self,
@@ -63,14 +52,19 @@ class Turn:
         self.input = msgspec.json.encode(items)
         self.response = response
         self.status = "completed"
+        # Events of its stream so far, if it is generated in the background and streamed, otherwise
+        # None.
         self.events: list[bytes] | None = None
         self.conversation: str | None = None
+        # Function that cancels the generation, None if it has ended.
         self.cancel: Callable[[], None] | None = None
+        # Background task, None if the client waited for the response.
         self.task: asyncio.Task[None] | None = None
+        # Ids of its input and output items.
         self.item_ids: list[str] = [item["id"] for item in items]
-        self.since = time.monotonic()
-        self.holders = 0
-        self.counted = 0
+        self.since = time.monotonic()  # time of creation on the monotonic clock
+        self.holders = 0  # number of references: the store, and the turns that continue it
+        self.counted = 0  # bytes that the store has counted for it
         self._event_bytes = 0
         self._news = asyncio.Event()
 
@@ -128,7 +122,7 @@ class Turn:
         yield from _answer.decode(self.response).output
 
 
-class ResponseStore:
+class ResponseStore(Shares[Turn]):
     """Responses by id, limited in number, bytes and age. `Shares` defines the order of eviction.
 
     A running response is not evicted. An evicted turn that later turns continue still counts, since
@@ -137,27 +131,15 @@ class ResponseStore:
 
     Args:
         most: maximum number of responses, 0 to disable the store.
-        most_bytes: maximum bytes of all responses.
-        seconds: maximum age.
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
-        self.most = most
-        self._most_bytes = most_bytes
-        self._turns: Shares[Turn] = Shares(most, most_bytes, seconds)
+        super().__init__(most, most_bytes, seconds)
         self._by_item: dict[tuple[str | None, str], Turn] = {}
-
-    def __len__(self) -> int:
-        return len(self._turns)
-
-    @property
-    def num_bytes(self) -> int:
-        """Estimated memory of all responses."""
-        return self._turns.num_bytes
 
     def add(self, turn: Turn) -> None:
         """Store a turn, unless it is larger than the limit on bytes."""
-        self._turns.put(turn.id, turn)
+        self.put(turn.id, turn)
         last: Turn | None = turn
         while last is not None:
             last.holders += 1
@@ -169,23 +151,21 @@ class ResponseStore:
 
     def resize(self, turn: Turn) -> None:
         """Count a changed turn again."""
-        if turn.num_bytes > self._most_bytes:
+        if turn.num_bytes > self.most_bytes:
             turn.drop_events()
         if turn.holders:
             self._count(turn)
-        if self._turns.get(turn.owner, turn.id) is turn:
-            if turn.num_bytes > self._most_bytes and not turn.is_running:
+        if self.entry(turn.owner, turn.id) is turn:
+            if turn.num_bytes > self.most_bytes and not turn.is_running:
                 self._forget(turn)
             else:
                 self._by_item.update(dict.fromkeys(_keys(turn), turn))
         self._trim()
 
     def _count(self, turn: Turn) -> None:
-        """Count the bytes that this turn needs, or 0 if it is too large to store (then it
-        evicts no other).
-        """
-        size = turn.num_bytes if turn.num_bytes <= self._most_bytes else 0
-        self._turns.count(turn.owner, size - turn.counted)
+        # A turn that is too large to store counts 0, so that it evicts no other.
+        size = turn.num_bytes if turn.num_bytes <= self.most_bytes else 0
+        self.count(turn.owner, size - turn.counted)
         turn.counted = size
 
     def get(self, response_id: str, owner: str | None, parameter: str = "response_id") -> Turn:
@@ -195,7 +175,7 @@ class ResponseStore:
             ApiError: 404, this client has no such object.
         """
         self._trim()
-        turn = self._turns.get(owner, response_id)
+        turn = self.entry(owner, response_id)
         if turn is None:
             message = f"Response with id {response_id[:60]!r} not found."
             if not self.most:
@@ -205,7 +185,7 @@ class ResponseStore:
 
     def remove(self, turn: Turn) -> None:
         """Remove a turn, and cancel its generation."""
-        if self._turns.get(turn.owner, turn.id) is turn:
+        if self.entry(turn.owner, turn.id) is turn:
             self._forget(turn)
         if turn.cancel is not None:
             turn.cancel()
@@ -228,7 +208,7 @@ class ResponseStore:
         return {item.id: item for item in items if item.id is not None}
 
     def _forget(self, turn: Turn) -> None:
-        self._turns.pop(turn.owner, turn.id)
+        self.pop(turn.owner, turn.id)
         for key in _keys(turn):
             if self._by_item.get(key) is turn:
                 del self._by_item[key]
@@ -237,18 +217,15 @@ class ResponseStore:
             last.holders -= 1
             if last.holders:
                 return
-            self._turns.count(last.owner, -last.counted)
+            self.count(last.owner, -last.counted)
             last.counted = 0
             last = last.parent
 
     def _trim(self) -> None:
-        for turn in self._turns.leaving():
+        for turn in self.leaving():
             self._forget(turn)
 
 
 def _keys(turn: Turn) -> list[tuple[str | None, str]]:
-    """Return the index keys of a turn's items.
-
-    Clients choose item ids, so each owner has a namespace.
-    """
+    # Clients choose item ids, so each owner has a namespace.
     return [(turn.owner, name) for name in turn.item_ids]

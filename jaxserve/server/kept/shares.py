@@ -13,19 +13,14 @@ Owner = str | None
 
 
 class Entry(Protocol):
-    """Entry of `Shares`.
+    """Entry of `Shares`."""
 
-    Attributes:
-        owner: API key of the client, or None if the server has no keys.
-        since: start of its age on the monotonic clock.
-        is_running: True if the entry must not be evicted, since its content is not complete.
-    """
-
-    owner: Owner
+    owner: Owner  # API key of the client, or None if the server has no keys
 
     @property
-    def since(self) -> float: ...
+    def since(self) -> float: ...  # start of its age on the monotonic clock
 
+    # True if the entry must not be evicted, since its content is not complete.
     @property
     def is_running(self) -> bool: ...
 
@@ -37,7 +32,6 @@ def over_share(sizes: Mapping[Owner, int], most: int) -> list[Owner]:
     """Return the owners that exceed an equal share of a limit, the largest holder first.
 
     Args:
-        sizes: size held by each owner.
         most: limit on the total. The result is empty while the total is within it.
     """
     if sum(sizes.values()) <= most:
@@ -54,13 +48,11 @@ class Shares(Generic[E]):
 
     Args:
         most: maximum number of entries.
-        most_bytes: maximum bytes of all entries.
-        seconds: maximum age.
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
+        self.most = most
+        self.most_bytes = most_bytes
         self._seconds = seconds
         self._entries: dict[Owner, dict[str, E]] = {}
         self._bytes: Counter[Owner] = Counter()
@@ -70,10 +62,10 @@ class Shares(Generic[E]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all owners together."""
+        """Estimated memory of all entries together."""
         return self._bytes.total()
 
-    def get(self, owner: Owner, name: str) -> E | None:
+    def entry(self, owner: Owner, name: str) -> E | None:
         """Return an owner's entry by id, or None."""
         return self._entries.get(owner, {}).get(name)
 
@@ -110,5 +102,5 @@ class Shares(Generic[E]):
                     return entry
                 oldest[owner] = entry
         numbers = {owner: len(entries) for owner, entries in self._entries.items()}
-        over = over_share(numbers, self._most) + over_share(self._bytes, self._most_bytes)
+        over = over_share(numbers, self.most) + over_share(self._bytes, self.most_bytes)
         return next((oldest[owner] for owner in over if owner in oldest), None)

@@ -34,68 +34,42 @@ BLANK, CACHED, SHARED, FIRST_SLOT = range(4)
 
 
 class CompletionRow(msgspec.Struct, array_like=True):
-    """Completion being served, sent as an array in the order of these fields.
+    """Completion being served, sent as an array in the order of these fields."""
 
-    Attributes:
-        slot: slot in which it runs, -1 if it waits.
-        request: the engine's id of the request.
-        index: number of the completion in its request.
-        prompt: number of prompt tokens.
-        cached: number of prompt tokens found in the prefix cache.
-        computed: number of prompt and answer tokens whose KV is in the cache.
-        generated: number of generated tokens.
-        limit: maximum number of generated tokens.
-    """
-
-    slot: int
-    request: str
-    index: int
-    prompt: int
-    cached: int
-    computed: int
-    generated: int
-    limit: int
+    slot: int  # slot in which it runs, -1 if it waits
+    request: str  # the engine's id of the request
+    index: int  # number of the completion in its request
+    prompt: int  # number of prompt tokens
+    cached: int  # number of prompt tokens found in the prefix cache
+    computed: int  # number of prompt and answer tokens whose KV is in the cache
+    generated: int  # number of generated tokens
+    limit: int  # maximum number of generated tokens
 
 
 class Pages(msgspec.Struct):
-    """Map of the cache pages.
+    """Map of the cache pages."""
 
-    Attributes:
-        total: number of pages.
-        held: pages with a holder.
-        shared: pages with several holders.
-        cached: free pages in the prefix cache.
-        per_cell: pages per cell of the map, of which the first is shown.
-        runs: alternating codes and cell counts, in the order of the pages, without the null page.
-    """
-
-    total: int
-    held: int
-    shared: int
-    cached: int
-    per_cell: int
+    total: int  # number of pages
+    held: int  # pages with a holder
+    shared: int  # pages with several holders
+    cached: int  # free pages in the prefix cache
+    per_cell: int  # pages per cell of the map, of which the first is shown
+    # Alternating codes and cell counts, in the order of the pages, without the null page.
     runs: list[int]
 
 
 class Snapshot(msgspec.Struct):
-    """State of an engine at one time.
+    """State of an engine at one time."""
 
-    Attributes:
-        at: seconds on a monotonic clock.
-        stats: counters of the engine.
-        running: running completions by slot, at most MAX_RUNNING.
-        waiting: waiting completions, at most MAX_WAITING, the next to start first.
-        pages: map of the cache pages.
-        first_token: number and sum in seconds of the measured times to first token.
-        inter_token: number and sum in seconds of the measured times between tokens.
-    """
-
-    at: float
+    at: float  # seconds on a monotonic clock
     stats: EngineStats
-    running: list[CompletionRow]
+    running: list[CompletionRow]  # running completions by slot, at most MAX_RUNNING
+    # Waiting completions, at most MAX_WAITING, the next to start first.
     waiting: list[CompletionRow]
-    pages: Pages
+    pages: Pages  # map of the cache pages
+    # Number and sum in seconds of the measured times to first token.
     first_token: tuple[int, float] = (0, 0.0)
+    # Number and sum in seconds of the measured times between tokens.
     inter_token: tuple[int, float] = (0, 0.0)
 
 

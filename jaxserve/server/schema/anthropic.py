@@ -7,20 +7,8 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.schema.arguments import arguments_text
-from jaxserve.server.schema.openai import (
-    ChatMessage,
-    ChatRequest,
-    ContentPart,
-    FunctionCall,
-    FunctionDefinition,
-    FunctionName,
-    JsonSchemaFormat,
-    NamedTool,
-    ResponseFormat,
-    Tool,
-    ToolCall,
-)
+from jaxserve.server.schema import openai
+from jaxserve.server.schema.decode import arguments_text
 from jaxserve.text.messages import left_out
 
 _BILLING = "x-anthropic-billing-header"
@@ -189,7 +177,7 @@ class MessagesResponse(msgspec.Struct, kw_only=True):
     context_management: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
-def as_chat(body: CountRequest) -> ChatRequest:
+def as_chat(body: CountRequest) -> openai.ChatRequest:
     """Return the chat request that corresponds to a messages request.
 
     If the last message is text of the assistant, the answer continues it.
@@ -197,12 +185,12 @@ def as_chat(body: CountRequest) -> ChatRequest:
     Raises:
         InvalidRequest: a block is not served.
     """
-    messages: list[ChatMessage] = []
+    messages: list[openai.ChatMessage] = []
     if body.system is not None:
-        messages.append(ChatMessage(role="system", content=_system_text(body.system)))
+        messages.append(openai.ChatMessage(role="system", content=_system_text(body.system)))
     for message in body.messages:
         messages += _chat_messages(message)
-    chat = ChatRequest(model=body.model, messages=messages)
+    chat = openai.ChatRequest(model=body.model, messages=messages)
     chat.chat_template_kwargs, chat.json_schema = body.chat_template_kwargs, body.json_schema
     chat.enable_thinking = body.enable_thinking
     # A message with calls is complete, since templates write calls after its text.
@@ -234,7 +222,7 @@ def output_field(body: CountRequest) -> str:
     return "output_format" if body.output_format is not None else "output_config"
 
 
-def _put_output(chat: ChatRequest, body: CountRequest) -> None:
+def _put_output(chat: openai.ChatRequest, body: CountRequest) -> None:
     config = body.output_config or OutputConfig()
     if config.format is not None and body.output_format is not None:
         raise InvalidRequest(
@@ -245,12 +233,12 @@ def _put_output(chat: ChatRequest, body: CountRequest) -> None:
         if form.schema is None:
             field = output_field(body)
             raise InvalidRequest(f"{field} of type json_schema needs a schema", field)
-        schema = JsonSchemaFormat(schema=form.schema, strict=True)
-        chat.response_format = ResponseFormat(type="json_schema", json_schema=schema)
+        schema = openai.JsonSchemaFormat(schema=form.schema, strict=True)
+        chat.response_format = openai.ResponseFormat(type="json_schema", json_schema=schema)
     chat.reasoning_effort = config.effort
 
 
-def _put_tools(chat: ChatRequest, body: CountRequest) -> None:
+def _put_tools(chat: openai.ChatRequest, body: CountRequest) -> None:
     choice = body.tool_choice
     for tool in body.tools or ():
         if tool.type not in (None, "custom"):
@@ -261,8 +249,8 @@ def _put_tools(chat: ChatRequest, body: CountRequest) -> None:
             )
     if body.tools:
         chat.tools = [
-            Tool(
-                function=FunctionDefinition(
+            openai.Tool(
+                function=openai.FunctionDefinition(
                     name=tool.name,
                     description=tool.description,
                     parameters=tool.input_schema,
@@ -278,7 +266,7 @@ def _put_tools(chat: ChatRequest, body: CountRequest) -> None:
     if choice.type == "tool":
         if choice.name is None:
             raise InvalidRequest("tool_choice of type tool needs a name", "tool_choice")
-        chat.tool_choice = NamedTool(function=FunctionName(name=choice.name))
+        chat.tool_choice = openai.NamedTool(function=openai.FunctionName(name=choice.name))
     elif choice.type == "any":
         chat.tool_choice = "required"
     else:
@@ -286,10 +274,8 @@ def _put_tools(chat: ChatRequest, body: CountRequest) -> None:
 
 
 def _system_text(content: str | list[ContentBlock] | None) -> str:
-    """Return a system prompt without Claude Code's line for billing.
-
-    That line changes with each request, so the prefix cache would never match.
-    """
+    # Claude Code's line for billing changes with each request, so the prefix cache would never
+    # match.
     texts = [content] if isinstance(content, str) else [_words(block) for block in content or ()]
     return "".join(text for text in texts if not text.startswith(_BILLING))
 
@@ -301,16 +287,15 @@ def _text(content: str | list[ContentBlock] | dict[str, Any] | None, between: st
 
 
 def _words(block: ContentBlock) -> str:
-    """Return the text of a block, or the sentence that replaces a block that is not text."""
     words = _text_of(block)
     if words is None:
         return "" if block.type == "text" else left_out(block.type)
     return words
 
 
-def _part(block: ContentBlock) -> ContentPart:
+def _part(block: ContentBlock) -> openai.ContentPart:
     words = _text_of(block)
-    return ContentPart(type=block.type if words is None else "text", text=words)
+    return openai.ContentPart(type=block.type if words is None else "text", text=words)
 
 
 def _text_of(block: ContentBlock) -> str | None:
@@ -334,23 +319,25 @@ def _text_of(block: ContentBlock) -> str | None:
     return words
 
 
-def _chat_messages(message: InputMessage) -> list[ChatMessage]:
+def _chat_messages(message: InputMessage) -> list[openai.ChatMessage]:
     """Return the chat messages of a message. Results of tools become messages before the rest."""
     if message.role == "system":
         text = _system_text(message.content)
-        return [ChatMessage(role="system", content=text)] if text else []
+        return [openai.ChatMessage(role="system", content=text)] if text else []
     if not isinstance(message.content, list):
-        return [ChatMessage(role=message.role, content=message.content)]
+        return [openai.ChatMessage(role=message.role, content=message.content)]
     results, rest, calls, thoughts = [], [], [], []
     for block in message.content:
         if block.type == "tool_result" and message.role == "user":
             text = _text(block.content, "\n")
-            results.append(ChatMessage(role="tool", content=text, tool_call_id=block.tool_use_id))
+            results.append(
+                openai.ChatMessage(role="tool", content=text, tool_call_id=block.tool_use_id)
+            )
         elif block.type == "tool_use" and message.role == "assistant":
             if block.name is None:
                 raise InvalidRequest("messages: a tool_use block needs a name", "messages")
-            call = FunctionCall(name=block.name, arguments=block.input)
-            calls.append(ToolCall(id=block.id, function=call))
+            call = openai.FunctionCall(name=block.name, arguments=block.input)
+            calls.append(openai.ToolCall(id=block.id, function=call))
         elif block.type == "thinking" and message.role == "assistant":
             thoughts.append(block.thinking or "")
         elif block.type != "redacted_thinking":
@@ -359,17 +346,17 @@ def _chat_messages(message: InputMessage) -> list[ChatMessage]:
     says_nothing = all(part.is_text and not part.text for part in parts)
     if results and says_nothing and not (calls or thoughts):
         return results
-    chat_message = ChatMessage(role=message.role, content=parts, tool_calls=calls or None)
+    chat_message = openai.ChatMessage(role=message.role, content=parts, tool_calls=calls or None)
     chat_message.reasoning_content = "".join(thoughts) or None
     return [*results, chat_message]
 
 
-def merged_system(chat: ChatRequest) -> ChatRequest:
+def merged_system(chat: openai.ChatRequest) -> openai.ChatRequest:
     """Return a chat request with all system messages joined into the first message.
 
     Some templates accept only one system message, at the beginning.
     """
     texts = [str(message.content or "") for message in chat.messages if message.role == "system"]
     rest = [message for message in chat.messages if message.role != "system"]
-    first = ChatMessage(role="system", content="".join(texts))
+    first = openai.ChatMessage(role="system", content="".join(texts))
     return msgspec.structs.replace(chat, messages=[first, *rest])

@@ -32,11 +32,9 @@ class ApiError(Exception):
     """Refusal or failure as the client sees it.
 
     Args:
-        status: HTTP status.
         message: error and allowed values, cut to `MAX_MESSAGE_CHARS`.
         param: field that caused the error, or None.
         code: machine-readable name of the error.
-        headers: additional HTTP headers.
     """
 
     def __init__(

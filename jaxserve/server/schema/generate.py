@@ -97,7 +97,6 @@ def rendered(request: Request, request_id: str, body: Sampling) -> GenerateReque
 
 
 def _settings(sampling: SamplingParams) -> dict[str, Any]:
-    """Return sampling settings as JSON values."""
     names = [field.name for field in dataclasses.fields(sampling) if field.init]
     settings = {name: getattr(sampling, name) for name in names}
     if sampling.logit_bias is not None:

@@ -16,13 +16,9 @@ LEAST = -9999.0
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities of the tokens of a completion, and of its prompt if that is echoed.
+    """Log-probabilities of the tokens of a completion, and of its prompt if that is echoed."""
 
-    Attributes:
-        text_offset: index in the text of the first complete character of each token.
-    """
-
-    text_offset: list[int]
+    text_offset: list[int]  # index in the text of the first complete character of each token
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
@@ -70,11 +66,7 @@ class TokenScores(NamedTuple):
 
 
 def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[TokenScores]:
-    """Yield the scores of each token.
-
-    Args:
-        scores: arrays of scores, which have one row per token in total.
-    """
+    """Yield the scores of each token."""
     ids = iter(token_ids)
     for piece in scores:
         columns = (

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxserve.server.schema.arguments import custom_arguments
+from jaxserve.server.schema.decode import custom_arguments
 from jaxserve.server.schema.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
 from jaxserve.server.schema.tools import (
     CallDelta,
@@ -242,18 +242,13 @@ class Usage(msgspec.Struct):
 
 
 class PerRequestMetrics(msgspec.Struct, omit_defaults=True):
-    """Times of a completion, with vLLM's names and rules.
+    """Times of a completion, with vLLM's names and rules."""
 
-    Attributes:
-        time_to_first_token_ms: time from the start in a slot to the first token.
-        generation_time_ms: time from the first token to the last.
-        tokens_per_second: rate of all tokens from the start in a slot to the last token.
-    """
-
-    time_to_first_token_ms: float | None = None
-    generation_time_ms: float | None = None
+    time_to_first_token_ms: float | None = None  # time from the start in a slot to the first token
+    generation_time_ms: float | None = None  # time from the first token to the last
     queue_time_ms: float | None = None
     mean_itl_ms: float | None = None
+    # Rate of all tokens from the start in a slot to the last token.
     tokens_per_second: float | None = None
 
 

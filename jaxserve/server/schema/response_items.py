@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import msgspec
 
-from jaxserve.server.schema.arguments import arguments_text
+from jaxserve.server.schema.decode import arguments_text
 from jaxserve.server.schema.logprobs import TokenLogprob
 from jaxserve.server.schema.openai import ContentPart
 
@@ -21,22 +21,6 @@ _ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-
-
-# Tools that OpenAI's servers run, or that their models know without a description, and the items
-# that record their calls. They are not shown to the model.
-HOSTED_TOOLS = frozenset(
-    "apply_patch code_interpreter computer computer_use computer_use_preview file_search "
-    "image_generation local_shell mcp programmatic_tool_calling shell tool_search web_search "
-    "web_search_2025_08_26 web_search_preview web_search_preview_2025_03_11".split()
-)
-HOSTED_ITEMS = frozenset(
-    "apply_patch_call apply_patch_call_output code_interpreter_call computer_call "
-    "computer_call_output file_search_call image_generation_call local_shell_call "
-    "local_shell_call_output mcp_approval_request mcp_approval_response mcp_call mcp_list_tools "
-    "program program_output shell_call shell_call_output tool_search_call tool_search_output "
-    "web_search_call".split()
-)
 
 
 class InputItem(msgspec.Struct, kw_only=True):
@@ -57,9 +41,7 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """Tool that may be called: a function, a custom tool with text input, or a namespace of
-    tools.
-    """
+    """Tool that may be called: a function, a custom tool with text input, or a namespace."""
 
     type: str
     name: str | None = None
@@ -224,24 +206,6 @@ class DeletedResponse(msgspec.Struct):
     id: str
     object: str = "response"
     deleted: bool = True
-
-
-def strip_hosted(body: dict[str, Any]) -> None:
-    """Remove the fields of hosted tools and items in a body, whose types differ from the
-    schemas.
-    """
-    for name, types in (("tools", HOSTED_TOOLS), ("input", HOSTED_ITEMS), ("items", HOSTED_ITEMS)):
-        if isinstance(body.get(name), list):
-            body[name] = [_stripped(entry, types) for entry in body[name]]
-
-
-def _stripped(value: Any, types: frozenset[str]) -> Any:
-    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
-        return value
-    if value["type"] not in types:
-        return value
-    names = ("type", "id", "status")
-    return {name: value[name] for name in names if isinstance(value.get(name), str)}
 
 
 def shown_items(items: Iterable[InputItem], taken: Container[str] = ()) -> list[dict[str, Any]]:

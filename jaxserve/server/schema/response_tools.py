@@ -1,19 +1,13 @@
-"""Conversion of tools of the responses endpoint to chat: namespaces, custom tools, choices."""
+"""Tools of the responses endpoint in the form of chat: namespaces, custom and hosted tools."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.schema.response_items import (
-    HOSTED_TOOLS,
-    Choice,
-    ResponseTool,
-    ToolChoice,
-    ToolReference,
-)
+from jaxserve.server.schema.response_items import Choice, ResponseTool, ToolChoice, ToolReference
 from jaxserve.server.schema.tools import (
     AllowedTools,
     CustomDefinition,
@@ -23,6 +17,37 @@ from jaxserve.server.schema.tools import (
     NamedTool,
     Tool,
 )
+
+# Tools that OpenAI's servers run, or that their models know without a description, and the items
+# that record their calls. They are not shown to the model.
+HOSTED_TOOLS = frozenset(
+    "apply_patch code_interpreter computer computer_use computer_use_preview file_search "
+    "image_generation local_shell mcp programmatic_tool_calling shell tool_search web_search "
+    "web_search_2025_08_26 web_search_preview web_search_preview_2025_03_11".split()
+)
+HOSTED_ITEMS = frozenset(
+    "apply_patch_call apply_patch_call_output code_interpreter_call computer_call "
+    "computer_call_output file_search_call image_generation_call local_shell_call "
+    "local_shell_call_output mcp_approval_request mcp_approval_response mcp_call mcp_list_tools "
+    "program program_output shell_call shell_call_output tool_search_call tool_search_output "
+    "web_search_call".split()
+)
+
+
+def strip_hosted(body: dict[str, Any]) -> None:
+    """Remove fields of hosted tools and items in a body: their types differ from the schemas."""
+    for name, types in (("tools", HOSTED_TOOLS), ("input", HOSTED_ITEMS), ("items", HOSTED_ITEMS)):
+        if isinstance(body.get(name), list):
+            body[name] = [_stripped(entry, types) for entry in body[name]]
+
+
+def _stripped(value: Any, types: frozenset[str]) -> Any:
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        return value
+    if value["type"] not in types:
+        return value
+    names = ("type", "id", "status")
+    return {name: value[name] for name in names if isinstance(value.get(name), str)}
 
 
 def flat_name(namespace: str | None, name: str) -> str:
@@ -62,14 +87,8 @@ def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, Respo
 
 
 def _chosen_name(name: str, tools: list[ResponseTool] | None) -> str:
-    """Return the flat name of a chosen tool.
-
-    It is `name` if a tool has this flat name, otherwise the flat name of the only namespace with a
-    tool `name`, otherwise `name` itself.
-
-    Raises:
-        InvalidRequest: no flat name matches, and several namespaces have the tool.
-    """
+    # Otherwise the flat name of the only namespace with such a tool, or the name itself.
+    # InvalidRequest: several namespaces have one.
     seen = [(flat_name(group, tool.name or ""), tool.name) for group, tool in seen_tools(tools)]
     if any(flat == name for flat, _ in seen):
         return name
@@ -103,9 +122,7 @@ def tool_choice(
 
 
 def _allowed(tool: ToolReference, tools: list[ResponseTool] | None) -> list[NamedTool]:
-    """Return the tools that an allowed tool names: [] for a hosted tool, all tools of a
-    namespace.
-    """
+    """Return the tools that an allowed tool names: [] for a hosted tool, all of a namespace."""
     if tool.type in HOSTED_TOOLS:
         return []
     if tool.type != "namespace":

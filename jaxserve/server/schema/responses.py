@@ -8,25 +8,16 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.schema.arguments import custom_arguments
-from jaxserve.server.schema.openai import (
-    ChatMessage,
-    ChatRequest,
-    ContentPart,
-    FunctionCall,
-    JsonSchemaFormat,
-    ResponseFormat,
-    StructuredOutputs,
-    ToolCall,
-)
-from jaxserve.server.schema.response_items import (
+from jaxserve.server.schema import openai
+from jaxserve.server.schema.decode import custom_arguments
+from jaxserve.server.schema.response_items import Choice, ConversationName, InputItem, ResponseTool
+from jaxserve.server.schema.response_tools import (
     HOSTED_ITEMS,
-    Choice,
-    ConversationName,
-    InputItem,
-    ResponseTool,
+    chat_tool,
+    flat_name,
+    seen_tools,
+    tool_choice,
 )
-from jaxserve.server.schema.response_tools import chat_tool, flat_name, seen_tools, tool_choice
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 # Values of `include`. Hosted tools are not run, so they have no outputs to include.
@@ -42,11 +33,11 @@ Included = Literal[
 ]
 
 
-class TextFormat(JsonSchemaFormat, kw_only=True):
+class TextFormat(openai.JsonSchemaFormat, kw_only=True):
     """Output format. As in chat, the schema may also be in `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: JsonSchemaFormat | msgspec.UnsetType | None = msgspec.UNSET
+    json_schema: openai.JsonSchemaFormat | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -60,14 +51,28 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/responses."""
+class CountInputRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/responses/input_tokens. `truncation` does not change the count."""
 
     model: str | None = None
-    input: str | list[InputItem]
+    input: str | list[InputItem] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: str | ConversationName | None = None
+    text: TextOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+
+class ResponsesRequest(CountInputRequest, kw_only=True):
+    """Body of POST /v1/responses."""
+
+    input: str | list[InputItem]  # type: ignore[assignment]
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
@@ -88,46 +93,20 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    text: TextOptions | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: openai.StructuredOutputs | None = None
     json_schema: str | dict[str, Any] | None = None
     include: list[Included] | None = None
     top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    tools: list[ResponseTool] | None = None
-    tool_choice: Choice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: ReasoningOptions | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
     enable_response_messages: bool | None = None
-
-
-class CountInputRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/responses/input_tokens. `truncation` does not change the count."""
-
-    model: str | None = None
-    input: str | list[InputItem] | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    conversation: str | ConversationName | None = None
-    text: TextOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    tools: list[ResponseTool] | None = None
-    tool_choice: Choice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: ReasoningOptions | None = None
-    truncation: Literal["auto", "disabled"] | None = None
 
 
 # Fields with the same name in chat.
@@ -158,7 +137,7 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
         )
 
 
-def items_of(body: ResponsesRequest | CountInputRequest) -> list[InputItem]:
+def items_of(body: CountInputRequest) -> list[InputItem]:
     """Return the input as items.
 
     Raises:
@@ -186,7 +165,7 @@ def check_served(items: list[InputItem], field: str) -> None:
         raise InvalidRequest(str(error).replace("input:", f"{field}:", 1), field) from None
 
 
-def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
+def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> openai.ChatRequest:
     """Return the chat request that corresponds to a responses request.
 
     Args:
@@ -195,9 +174,9 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
     Raises:
         InvalidRequest: an item or a tool is not served.
     """
-    messages: list[ChatMessage] = []
+    messages: list[openai.ChatMessage] = []
     if body.instructions is not None:
-        messages.append(ChatMessage(role="system", content=body.instructions))
+        messages.append(openai.ChatMessage(role="system", content=body.instructions))
     thoughts: str | None = None
     for item in items:
         if item.type in HOSTED_ITEMS:
@@ -207,12 +186,14 @@ def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> ChatRequest:
             continue
         if thoughts is not None and not _is_answer(item):
             # The answer ended within its thoughts, but templates expect an assistant message.
-            messages.append(ChatMessage(role="assistant", content="", reasoning_content=thoughts))
+            messages.append(
+                openai.ChatMessage(role="assistant", content="", reasoning_content=thoughts)
+            )
         _append(messages, item)
         if thoughts and messages[-1].role == "assistant":
             messages[-1].reasoning_content = thoughts
         thoughts = None
-    chat = ChatRequest(
+    chat = openai.ChatRequest(
         messages=messages,
         max_tokens=body.max_output_tokens,
         response_format=_response_format(body.text),
@@ -234,7 +215,7 @@ def _is_answer(item: InputItem) -> bool:
     return is_call or (item.type == "message" and item.role == "assistant")
 
 
-def _check_text(parts: list[ContentPart]) -> None:
+def _check_text(parts: list[openai.ContentPart]) -> None:
     for part in parts:
         if not part.is_text:
             raise InvalidRequest(
@@ -250,7 +231,7 @@ def _is_partial(items: str | list[InputItem]) -> bool:
     return is_answer and last.status in ("in_progress", "incomplete")
 
 
-def conversation_id(body: ResponsesRequest | CountInputRequest) -> str | None:
+def conversation_id(body: CountInputRequest) -> str | None:
     """Return the id of the conversation of a request, or None."""
     conversation = body.conversation
     return conversation.id if isinstance(conversation, ConversationName) else conversation
@@ -261,7 +242,7 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
     return "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
 
 
-def _append(messages: list[ChatMessage], item: InputItem) -> None:
+def _append(messages: list[openai.ChatMessage], item: InputItem) -> None:
     """Append an item to the messages.
 
     A call joins the assistant message before it, if there is one.
@@ -272,46 +253,46 @@ def _append(messages: list[ChatMessage], item: InputItem) -> None:
         if last is not None and last.tool_calls and item.role == "assistant":
             last.content = [*_parts(last.content), *_parts(item.content)]  # text after a call
         else:
-            messages.append(ChatMessage(role=item.role or "user", content=item.content))
+            messages.append(openai.ChatMessage(role=item.role or "user", content=item.content))
     elif kind in ("function_call", "custom_tool_call"):
         if item.name is None or item.call_id is None:
             raise InvalidRequest(f"input: a {kind} needs name and call_id", "input")
-        arguments = item.arguments
-        if kind == "custom_tool_call":
-            arguments = custom_arguments(item.input)
-        function = FunctionCall(name=flat_name(item.namespace, item.name), arguments=arguments)
-        call = ToolCall(id=item.call_id, function=function)
+        is_custom = kind == "custom_tool_call"
+        arguments = custom_arguments(item.input) if is_custom else item.arguments
+        name = flat_name(item.namespace, item.name)
+        function = openai.FunctionCall(name=name, arguments=arguments)
+        call = openai.ToolCall(id=item.call_id, function=function)
         if not messages or messages[-1].role != "assistant":
-            messages.append(ChatMessage(role="assistant", content=""))
+            messages.append(openai.ChatMessage(role="assistant", content=""))
         messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
     elif kind in ("function_call_output", "custom_tool_call_output"):
         if item.call_id is None:
             raise InvalidRequest(f"input: a {kind} needs a call_id", "input")
         messages.append(
-            ChatMessage(role="tool", content=item.output or "", tool_call_id=item.call_id)
+            openai.ChatMessage(role="tool", content=item.output or "", tool_call_id=item.call_id)
         )
     else:
         raise InvalidRequest(f"items of type {kind[:40]!r} are not supported", "input")
 
 
-def _text(content: str | list[ContentPart] | None) -> str:
+def _text(content: str | list[openai.ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     # Parts of thoughts have other types.
     return "".join(part.words or part.text or "" for part in content)
 
 
-def _parts(content: str | list[ContentPart] | None) -> list[ContentPart]:
+def _parts(content: str | list[openai.ContentPart] | None) -> list[openai.ContentPart]:
     if isinstance(content, str):
-        return [ContentPart(type="text", text=content)] if content else []
+        return [openai.ContentPart(type="text", text=content)] if content else []
     return content or []
 
 
-def _response_format(text: TextOptions | None) -> ResponseFormat | None:
+def _response_format(text: TextOptions | None) -> openai.ResponseFormat | None:
     if text is None or text.format is None:
         return None
     form = text.format
-    return ResponseFormat(
+    return openai.ResponseFormat(
         type=form.type,
         json_schema=form.json_schema or None,
         schema=form.schema,

@@ -38,9 +38,7 @@ def sampling_params(
     """Return a request's sampling settings, with `defaults` for unset fields.
 
     Args:
-        defaults: settings for unset fields.
         logprobs: number of alternatives, whose field differs between endpoints.
-        prompt_logprobs: number of alternatives for the prompt.
 
     Raises:
         InvalidRequest: the message names the field.
@@ -110,9 +108,7 @@ def _logit_bias(biases: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def form_field(request: Sampling) -> str:
-    """Return the name of the field with a request's output format, `structured_outputs` by
-    default.
-    """
+    """Return the name of the field with the output format, by default `structured_outputs`."""
     for name in GUIDED:
         if getattr(request, name) is not None:
             return name
@@ -120,11 +116,7 @@ def form_field(request: Sampling) -> str:
 
 
 def _form(request: Sampling) -> StructuredOutputsParams | None:
-    """Return the output format, given in vLLM's current or older fields, or in OpenAI's.
-
-    Raises:
-        InvalidRequest: the message names the field.
-    """
+    """Return the output format, given in vLLM's current or older fields, or in OpenAI's."""
     outputs, form = request.structured_outputs, request.response_format
     if form is not None and form.type == "text":
         answer_schema(form)  # refuses a schema

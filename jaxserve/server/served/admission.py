@@ -28,22 +28,16 @@ class Admission:
     """Number of completions and prompt tokens of one model, with their limits.
 
     Args:
-        num_slots: number of completions that run at the same time.
-        max_queued: maximum number of further completions that wait.
         max_prompt_tokens: maximum number of prompt tokens that wait to be computed.
-
-    Attributes:
-        num_live: number of running and waiting completions.
-        num_prompt_tokens: number of prompt tokens that wait to be computed.
-        refusals: number of refused requests by limit, under vLLM's names.
     """
 
     def __init__(self, num_slots: int, max_queued: int, max_prompt_tokens: int) -> None:
         self.num_slots = num_slots
-        self.max_queued = max_queued
+        self.max_queued = max_queued  # maximum number of further completions that wait
         self.max_prompt_tokens = max_prompt_tokens
-        self.num_live = 0
-        self.num_prompt_tokens = 0
+        self.num_live = 0  # number of running and waiting completions
+        self.num_prompt_tokens = 0  # number of prompt tokens that wait to be computed
+        # Number of refused requests by limit, under vLLM's names.
         self.refusals = {COMPLETIONS: 0, PROMPT_TOKENS: 0}
 
     @property

@@ -11,8 +11,7 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.settings import ServerConfig
-from jaxserve.text.content_format import WordsLost
-from jaxserve.text.messages import RESERVED_INPUTS
+from jaxserve.text.messages import RESERVED_INPUTS, WordsLost
 from jaxserve.text.template import ChatTemplate, find_template
 from jaxserve.text.template_budget import TemplateTooLong
 from jaxserve.text.tokenizer import Tokenizer

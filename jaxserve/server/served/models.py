@@ -6,37 +6,26 @@ import asyncio
 import copy
 import hmac
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from jaxserve.engine.async_llm import AsyncLLM
-from jaxserve.engine.chat_sampling import chat_sampling
 from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.request import Request
 from jaxserve.server.schema.errors import ApiError
 from jaxserve.server.schema.sampling import NO_BOUND
+from jaxserve.server.served import chat_template
 from jaxserve.server.served.admission import Admission, make_admission
-from jaxserve.server.served.chat_template import (
-    RequestTemplates,
-    template_thread,
-    with_server_template,
-)
 from jaxserve.server.served.request_metrics import RequestMetrics
 from jaxserve.server.settings import ServerConfig
+from jaxserve.server.tool_calls import histories
 from jaxserve.server.tool_calls.dialect import Dialect
-from jaxserve.server.tool_calls.histories import (
-    PROBE,
-    PROBE_TOOLS,
-    has_text_arguments,
-    plainer_histories,
-    probe_messages,
-    with_objects,
-)
-from jaxserve.server.tool_calls.tools import introduce
+from jaxserve.server.tool_calls.introductions import introduce
 from jaxserve.text import HOW_TO_GIVE
+from jaxserve.text.generation_config import chat_sampling
 from jaxserve.text.grammars import schema_problem
 from jaxserve.text.json_schemas import EnforceableSchemas
 from jaxserve.text.messages import RefusedMessages
@@ -59,15 +48,6 @@ class ServedModel:
         root: source of its checkpoint, as the user gave it.
         secret: secret of this process or its fleet, from which salts of API keys are derived.
         thread: executor for chat templates of requests, shared by the models of a server.
-
-    Attributes:
-        active: generations in progress.
-        chat_sampling: sampling settings of the page, if the checkpoint recommends none.
-        most_tokens: maximum length of any answer, None for the limit of the context.
-        dialect: formats of its calls and thoughts.
-        tracer: `tracing.RequestTracer` of its requests, or None.
-        request_templates: chat templates of requests.
-        schemas: cache of schemas of tools, in enforceable form.
 
     Raises:
         InvalidRequest: a setting of the chat template is invalid.
@@ -92,22 +72,26 @@ class ServedModel:
         self.request_metrics = RequestMetrics(llm.limits.max_model_len)
         self.active: set[Any] = set()
         self.default_sampling = llm.get_default_sampling_params()
+        # Sampling settings of the page, if the checkpoint recommends none.
         self.chat_sampling = chat_sampling(llm.recommends_sampling, llm.config)
         self.default_max_tokens = llm.max_new_tokens
         is_own_config = llm.config.generation_config in ("auto", "vllm")
+        # Maximum length of any answer, None for the limit of the context.
         self.most_tokens = None if is_own_config else self.default_max_tokens
         tokenizer = llm.get_tokenizer()
         if tokenizer is not None:
-            tokenizer = with_server_template(tokenizer, config)
+            tokenizer = chat_template.with_server_template(tokenizer, config)
         self._tokenizer = tokenizer
-        self.request_templates = RequestTemplates(
-            config.trust_request_chat_template, tokenizer, thread or template_thread()
+        self.request_templates = chat_template.RequestTemplates(
+            config.trust_request_chat_template, tokenizer, thread or chat_template.template_thread()
         )
+        # Formats of its calls and thoughts.
         self.dialect = Dialect(tokenizer, config.tool_call_parser, config.reasoning_parser)
+        # Cache of schemas of tools, in enforceable form.
         self.schemas = EnforceableSchemas(schema_problem)
         self._text_printers: dict[bool, bool] = {}  # key: with tools or without
         self.admission = make_admission(llm.config, config)
-        self.tracer: Any = None
+        self.tracer: Any = None  # `tracing.RequestTracer` of its requests, or None
         self._behind: ServedModel | None = None
         self._is_behind = False
 
@@ -142,10 +126,8 @@ class ServedModel:
         if requested == NO_BOUND:
             limit = None
         elif requested is not None and requested < 1:
-            name = "max_tokens"
-            raise InvalidRequest(
-                f"{name} must be at least 1, or -1 for no bound, got {requested}", name
-            )
+            message = f"max_tokens must be at least 1, or -1 for no bound, got {requested}"
+            raise InvalidRequest(message, "max_tokens")
         limits = [most for most in (limit, self.most_tokens) if most is not None]
         return min(limits, default=None)
 
@@ -172,8 +154,7 @@ class ServedModel:
         """
         if not text:
             raise InvalidRequest("prompt is empty; it needs at least one token", "prompt")
-        tokenizer = self.tokenizer()
-        encode = tokenizer.encode
+        encode = self.tokenizer().encode
         self.check_length(len(text), "prompt")
         if len(text) <= INLINE_CHARS:
             return encode(text, add_special_tokens)
@@ -204,13 +185,13 @@ class ServedModel:
             raise InvalidRequest(
                 "the chat template reads no documents: put them into a message", "documents"
             )
-        if has_text_arguments(messages) and not await self._prints_text(options):
-            messages = with_objects(messages)
+        if histories.has_text_arguments(messages) and not await self._prints_text(options):
+            messages = histories.with_objects(messages)
         try:
             return await self.render_as_it_is(messages, options)
         except RefusedMessages as error:
             source = self.tokenizer().template_source if template is None else template.source
-            forms = plainer_histories(messages, "tool_calls" in source)
+            forms = histories.plainer_histories(messages, "tool_calls" in source)
             # A template of a request may take a second of CPU time for each attempt.
             for plainer in forms if template is None else forms[-2:]:
                 with suppress(RefusedMessages):
@@ -224,11 +205,11 @@ class ServedModel:
             return self._text_printers[with_tools]
         inputs = {} if template is None else {"chat_template": template}
         if with_tools:  # the request's own tools may be refused
-            inputs["tools"] = PROBE_TOOLS
+            inputs["tools"] = histories.PROBE_TOOLS
         prints_text = False
         with suppress(InvalidRequest):
-            ids = await self.render_as_it_is(probe_messages(), inputs)
-            prints_text = PROBE in self.tokenizer().decode(ids, False)
+            ids = await self.render_as_it_is(histories.probe_messages(), inputs)
+            prints_text = histories.PROBE in self.tokenizer().decode(ids, False)
         if template is None:
             self._text_printers[with_tools] = prints_text
         return prints_text
@@ -257,8 +238,7 @@ class ServedModel:
 
     async def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         render = self.tokenizer().render_chat
-        characters = sum(len(message["content"] or "") for message in messages)
-        self.check_length(characters, "messages")
+        self.check_length(sum(len(message["content"] or "") for message in messages), "messages")
         inputs = {name: value for name, value in options.items() if name != "chat_template"}
         if len(inputs) < len(options):  # the request has a template
             return await self.request_templates.run(render, messages, **options)
@@ -282,9 +262,7 @@ class ServedModel:
             )
 
     def salted(self, request: Request, api_key: str | None) -> Request:
-        """Return a request with a salt that separates its prefixes in the cache from other
-        API keys.
-        """
+        """Return a request with a salt that separates prefixes of API keys in the cache."""
         if self._is_behind:
             request = replace(request, priority=LAST_PRIORITY)
         if api_key is None or self.config.share_prefix_cache:
@@ -302,9 +280,7 @@ class Models:
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
         self.all = list(models)
-        self._by_name: Mapping[str, ServedModel] = {
-            name: model for model in self.all for name in model.names
-        }
+        self._by_name = {name: model for model in self.all for name in model.names}
 
     def close(self) -> None:
         """End all requests, and free the device."""
@@ -319,9 +295,7 @@ class Models:
         """
         if name is None:
             return self.all[0]
-        model = self._by_name.get(name)
-        if model is None:
-            raise ApiError(
-                404, f"The model `{name[:100]}` does not exist.", "model", "model_not_found"
-            )
-        return model
+        if name not in self._by_name:
+            message = f"The model `{name[:100]}` does not exist."
+            raise ApiError(404, message, "model", "model_not_found")
+        return self._by_name[name]

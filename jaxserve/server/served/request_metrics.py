@@ -7,7 +7,7 @@ together, and each of its two names shows its own bounds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from functools import partial
 from itertools import count, takewhile
 
 from jaxserve.engine.metrics import SequenceTimes, ValueCounts
@@ -45,17 +45,21 @@ def vllm_tokens(most: int) -> tuple[float, ...]:
     return tuple(takewhile(lambda step: step <= most, steps))
 
 
-def _both(ours: Iterable[float], theirs: Iterable[float]) -> ValueCounts:
-    return ValueCounts(sorted({*ours, *theirs}))
+class Distribution(ValueCounts):
+    """A histogram as a metric, with bounds of buckets under jaxserve's name and under vLLM's."""
+
+    def __init__(
+        self, name: str, text: str, ours: tuple[float, ...], theirs: tuple[float, ...]
+    ) -> None:
+        super().__init__(sorted({*ours, *theirs}))
+        self.name, self.text = name, text  # name without a prefix, and description
+        self.ours, self.theirs = ours, theirs
 
 
 def per_request_metrics(times: SequenceTimes | None, num_tokens: int) -> PerRequestMetrics:
     """Return the times of a completion in the form of answers.
 
     The rules are those of vLLM's `build_per_request_timing_metrics`.
-
-    Args:
-        times: times of a completion that a token has ended, or None.
     """
     if times is None:
         return PerRequestMetrics()
@@ -76,33 +80,73 @@ class RequestMetrics:
 
     Args:
         max_model_len: maximum tokens of a sequence, the last of vLLM's token buckets.
-
-    Attributes:
-        prompt_computed: prompt tokens that were computed, of requests with a first token.
-        prompt_cached: prompt tokens found in the prefix cache, of requests with a first token.
-        endings: number of completions by finish reason.
     """
 
     def __init__(self, max_model_len: int = 1 << 19) -> None:
-        self.vllm_tokens = tokens = vllm_tokens(max_model_len)
-        self.time_to_first_token = _both(SHORT, VLLM_FIRST_TOKEN)
-        self.inter_token_latency = _both(SHORT, VLLM_BETWEEN_TOKENS)
-        self.time_per_output_token = _both(SHORT, VLLM_BETWEEN_TOKENS)
-        self.e2e_latency = _both(LONG, VLLM_LATENCY)
-        self.queue_time = _both(LONG, VLLM_LATENCY)
-        self.prefill_time = _both(LONG, VLLM_LATENCY)
-        self.decode_time = _both(LONG, VLLM_LATENCY)
-        self.inference_time = _both(LONG, VLLM_LATENCY)
-        self.prompt_tokens = _both(TOKENS, tokens)
-        self.computed_tokens = _both(TOKENS, tokens)
-        self.generation_tokens = _both(TOKENS, tokens)
-        self.most_generation_tokens = _both(TOKENS, tokens)
-        self.max_tokens = _both(TOKENS, tokens)
-        self.num_completions = ValueCounts(NUM_COMPLETIONS)
-        self.num_preemptions = ValueCounts(NUM_PREEMPTIONS)
-        self.prompt_computed = 0
+        latency = partial(Distribution, ours=LONG, theirs=VLLM_LATENCY)
+        gap = partial(Distribution, ours=SHORT, theirs=VLLM_BETWEEN_TOKENS)
+        tokens = partial(Distribution, ours=TOKENS, theirs=vllm_tokens(max_model_len))
+        self.time_to_first_token = Distribution(
+            "time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            SHORT,
+            VLLM_FIRST_TOKEN,
+        )
+        self.inter_token_latency = gap(
+            "inter_token_latency_seconds", "Between tokens of a request."
+        )
+        self.time_per_output_token = gap(
+            "request_time_per_output_token_seconds", "Mean time between tokens of a completion."
+        )
+        self.e2e_latency = latency(
+            "e2e_request_latency_seconds", "From a completion's arrival to its end."
+        )
+        self.queue_time = latency(
+            "request_queue_time_seconds",
+            "From a completion's arrival at the engine to its first slot.",
+        )
+        self.prefill_time = latency(
+            "request_prefill_time_seconds", "From a completion's first slot to its first token."
+        )
+        self.decode_time = latency(
+            "request_decode_time_seconds", "From a completion's first token to its last."
+        )
+        self.inference_time = latency(
+            "request_inference_time_seconds", "From a completion's first slot to its last token."
+        )
+        self.prompt_tokens = tokens("request_prompt_tokens", "Prompt tokens of a request.")
+        self.computed_tokens = tokens(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a completion that were computed, not found in the prefix cache.",
+        )
+        self.generation_tokens = tokens(
+            "request_generation_tokens", "Tokens drawn for a completion."
+        )
+        self.most_generation_tokens = tokens(
+            "request_max_num_generation_tokens", "Tokens of a request's longest completion."
+        )
+        self.max_tokens = tokens(
+            "request_params_max_tokens", "The max_tokens of a completion's request."
+        )
+        self.num_completions = Distribution(
+            "request_params_n", "Completions of a request.", NUM_COMPLETIONS, NUM_COMPLETIONS
+        )
+        self.num_preemptions = Distribution(
+            "request_num_preemptions",
+            "Times that a completion was sent back to wait.",
+            NUM_PREEMPTIONS,
+            NUM_PREEMPTIONS,
+        )
+        self.prompt_computed = 0  # prompt tokens that were computed, of requests with a first token
+        # Prompt tokens found in the prefix cache, of requests with a first token.
         self.prompt_cached = 0
+        # Number of completions by finish reason.
         self.endings: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+
+    @property
+    def histograms(self) -> list[Distribution]:
+        """All histograms, in the same order for all models."""
+        return [value for value in vars(self).values() if isinstance(value, Distribution)]
 
     def tokens(self, since_start: float, since_last: float | None, count: int) -> None:
         """Record the arrival of `count` tokens of a completion.

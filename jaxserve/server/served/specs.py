@@ -17,15 +17,10 @@ BUNDLED = "demo_model"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Model to be served.
+    """Model to be served."""
 
-    Attributes:
-        names: names of the model in requests. Answers contain the first.
-        root: its folder, file or name on the hub, as the user gave it.
-    """
-
-    names: list[str]
-    root: str
+    names: list[str]  # names of the model in requests. Answers contain the first.
+    root: str  # its folder, file or name on the hub, as the user gave it
     config: EngineConfig
 
 

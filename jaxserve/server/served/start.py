@@ -30,8 +30,6 @@ def start_models(
     """Load the models one after the other, and close them all if one fails.
 
     Args:
-        specs: the models.
-        config: the server's settings.
         say: receives a line for each model, and the lines of `describe`.
         progress: receives the progress of each start.
         describe: returns lines about a model that was loaded.

@@ -35,19 +35,12 @@ HEADERS = ("traceparent", "tracestate")
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """Completion that has ended, as input of a span.
+    """Completion that has ended, as input of a span."""
 
-    Attributes:
-        arrived: time of arrival in nanoseconds since the epoch.
-        latency: seconds from arrival to end.
-        attributes: attributes of the span by name.
-        error: reason for a failure or cancellation, None for success.
-    """
-
-    arrived: int
-    latency: float
-    attributes: dict[str, Any]
-    error: str | None = None
+    arrived: int  # time of arrival in nanoseconds since the epoch
+    latency: float  # seconds from arrival to end
+    attributes: dict[str, Any]  # attributes of the span by name
+    error: str | None = None  # reason for a failure or cancellation, None for success
 
 
 class RequestTracer:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
+import secrets
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.server.tool_calls.literals import read_json, write_json
 from jaxserve.server.tool_calls.text_feed import UncallableCall
+
+_ALPHABET = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
@@ -116,15 +120,11 @@ class Beside(enum.Enum):
 
 @dataclass(frozen=True)
 class WrittenCall:
-    """Call that a model wrote, or its beginning if a grammar forms it.
-
-    Attributes:
-        arguments: JSON text of an object, or its beginning.
-        id: id as the model wrote it, None if the format has no ids that chat templates need.
-    """
+    """Call that a model wrote, or its beginning if a grammar forms it."""
 
     name: str
-    arguments: str
+    arguments: str  # JSON text of an object, or its beginning
+    # Id as the model wrote it, None if the format has no ids that chat templates need.
     id: str | None = None
 
 
@@ -147,3 +147,73 @@ def make_call(name: str, arguments: Any, number: str | None = None) -> WrittenCa
         return WrittenCall(name, write_json(arguments), number)
     except ValueError:
         raise UncallableCall from None
+
+
+class AnswerBuffer:
+    """Pending parts of an answer, which are certain and not fetched yet.
+
+    Args:
+        parallel: True if several calls are allowed. Otherwise all calls after the first are
+            dropped.
+        id_length: length of generated call ids, None for OpenAI's form.
+        is_silent: True if content is dropped. It may be changed later.
+    """
+
+    def __init__(self, parallel: bool, id_length: int | None, is_silent: bool = False) -> None:
+        self.is_silent = is_silent
+        self._parallel = parallel
+        self._id_length = id_length
+        self._pieces: list[AnswerPart] = []
+        self._num_calls = 0
+        self._has_calls = False
+        self._spaces: list[str] = []  # becomes content if more content follows
+        self._has_content = False
+
+    def fetch(self, final: bool) -> list[AnswerPart]:
+        """Return the collected parts, and clear them."""
+        if final and not self._has_calls and self._spaces:
+            self._pieces.append(Content("".join(self._spaces)))
+            self._spaces.clear()
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def say(self, text: str) -> None:
+        """Add content.
+
+        White space at its end is held back, since a call would make it disappear.
+        """
+        if self.is_silent:
+            return
+        content = text.rstrip()
+        if content:
+            spaced = "".join(self._spaces) + content
+            is_first = self._has_calls and not self._has_content
+            self._pieces.append(Content(spaced.lstrip() if is_first else spaced))
+            self._has_content = True
+            self._spaces.clear()
+        if len(content) < len(text):
+            self._spaces.append(text[len(content) :])
+
+    def leave_out_space(self) -> None:
+        """Drop the white space held back, and mark the answer as having calls."""
+        self._has_calls = True
+        self._spaces.clear()
+
+    def call(self, call: WrittenCall) -> None:
+        """Add a call, or its beginning."""
+        self._num_calls += 1
+        self.leave_out_space()
+        if self._parallel or self._num_calls == 1:
+            number = call.id or self._new_id()
+            index = self._num_calls - 1
+            self._pieces.append(CallPart(index, call.arguments, number, call.name))
+
+    def more(self, arguments: str) -> None:
+        """Append to the arguments of the newest call."""
+        if self._parallel or self._num_calls == 1:
+            self._pieces.append(CallPart(self._num_calls - 1, arguments))
+
+    def _new_id(self) -> str:
+        if self._id_length is None:
+            return f"call_{secrets.token_hex(12)}"
+        return "".join(secrets.choice(_ALPHABET) for _ in range(self._id_length))

@@ -8,18 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.server.tool_calls import text_feed
 from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
 from jaxserve.server.tool_calls.call_context import CallBody, CallContext
 from jaxserve.server.tool_calls.gemma import BracedCall
 from jaxserve.server.tool_calls.literals import read_calls, read_json, write_json
 from jaxserve.server.tool_calls.tagged_calls import KeyedCall, XmlCall, loosely
-from jaxserve.server.tool_calls.text_feed import (
-    FormatMismatch,
-    IncompleteCall,
-    Reading,
-    TextFeed,
-    UncallableCall,
-)
 
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 # Keys of a call without arguments.
@@ -32,62 +26,53 @@ _SHORT_NAME = re.compile(rf"\s*({NAME})\s*(?=\()")
 
 @dataclass(frozen=True)
 class JsonCall(CallBody):
-    """Call as a JSON object: `{"name": "f", "arguments": {"a": 1}}`.
+    """Call as a JSON object: `{"name": "f", "arguments": {"a": 1}}`."""
 
-    Args:
-        arguments: key of the arguments as the model was trained. The two usual keys are always
-            read.
-        name: key of the name.
-        number: key of the number of the call, "" if it has no number.
-        is_keyed: True if the name is the key of the arguments: `{"f": {"a": 1}}`.
-        may_be_bare: True if the name may also precede the arguments: `f[ARGS]{"a": 1}`.
-        answers: names that mean "no call": the answer follows.
-    """
-
+    # Key of the arguments as the model was trained. The two usual keys are always read.
     arguments: str = "arguments"
     name: str = "name"
-    number: str = ""
-    is_keyed: bool = False
-    may_be_bare: bool = False
-    answers: tuple[str, ...] = ()
+    number: str = ""  # key of the number of the call, "" if it has no number
+    is_keyed: bool = False  # True if the name is the key of the arguments: `{"f": {"a": 1}}`
+    may_be_bare: bool = False  # True if the name may also precede the arguments: `f[ARGS]{"a": 1}`
+    answers: tuple[str, ...] = ()  # names that mean "no call": the answer follows
     marks: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = (("{", "}"),)
 
-    def begins(self, source: TextFeed) -> Reading[None]:
+    def begins(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:
         yield from source.skip_space()
         if (yield from source.takes("[")):
             yield from source.skip_space()
         if (yield from source.takes("{")):
             if (yield from source.match(_KEY))[1] not in "\"':":
-                raise FormatMismatch
+                raise text_feed.FormatMismatch
         elif self.may_be_bare:
             yield from source.match(_BARE)
         else:
-            raise FormatMismatch
+            raise text_feed.FormatMismatch
 
     def read(
-        self, source: TextFeed, tools: Tools, context: CallContext | None = None
-    ) -> Reading[list[WrittenCall]]:
+        self, source: text_feed.TextFeed, tools: Tools, context: CallContext | None = None
+    ) -> text_feed.Reading[list[WrittenCall]]:
         yield from source.skip_space()
         if not (yield from source.has("{")):
             if not self.may_be_bare:
-                raise FormatMismatch
+                raise text_feed.FormatMismatch
             match = yield from source.match(_BARE)
             text = yield from source.takes("null")
             if not text:
                 text = yield from source.bracketed()
             elif source.text[source.position : source.position + 1].isalnum():
-                raise FormatMismatch
+                raise text_feed.FormatMismatch
             if match[1] not in tools:
-                raise UncallableCall
+                raise text_feed.UncallableCall
             return [make_call(match[1], text)]
         text = yield from source.bracketed()
         try:
             value = read_json(text)
         except ValueError:
-            raise UncallableCall from None
+            raise text_feed.UncallableCall from None
         if not isinstance(value, dict):
-            raise UncallableCall
+            raise text_feed.UncallableCall
         name = value.get(self.name)
         if isinstance(name, str) and name in self.answers and name not in tools:
             return []
@@ -97,18 +82,18 @@ class JsonCall(CallBody):
         if self.is_keyed:
             [name, *others], argument_keys = list(value) or [""], ""
             if others:
-                raise UncallableCall
+                raise text_feed.UncallableCall
             arguments = value.get(name)
         else:
             name, argument_keys = value.get(self.name), list(value.keys() & _ARGUMENT_KEYS)
             if len(argument_keys) > 1 or (not argument_keys and value.keys() - _CALL_KEYS):
-                raise UncallableCall
+                raise text_feed.UncallableCall
             arguments = value[argument_keys[0]] if argument_keys else {}
         if not isinstance(name, str) or name not in tools:
-            raise UncallableCall
+            raise text_feed.UncallableCall
         return make_call(name, arguments)
 
-    def read_head(self, source: TextFeed) -> Reading[tuple[str, str | None]]:
+    def read_head(self, source: text_feed.TextFeed) -> text_feed.Reading[tuple[str, str | None]]:
         """Consume the text before the arguments of a call that a grammar has formed.
 
         Return the name of the call.
@@ -116,7 +101,7 @@ class JsonCall(CallBody):
         match = yield from source.match(_formed_head(self))
         return match[1], None
 
-    def read_tail(self, source: TextFeed) -> Reading[None]:
+    def read_tail(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:
         """Consume the text after the arguments."""
         yield from source.skip_space()
         yield from source.takes("}")
@@ -137,20 +122,14 @@ def _formed_head(body: JsonCall) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class HeadedCall(CallBody):
-    """Call whose name precedes the JSON object of its arguments.
+    """Call whose name precedes the JSON object of its arguments."""
 
-    Args:
-        after: text between the name and the arguments.
-        before: text between the marker and the name.
-        is_numbered: True if a colon and a number follow the name. The id of the call is then
-            `before`, name and number together.
-        tail: text after the arguments.
-    """
-
-    after: str
-    before: str = ""
+    after: str  # text between the name and the arguments
+    before: str = ""  # text between the marker and the name
+    # True if a colon and a number follow the name. The id of the call is then `before`, name and
+    # number together.
     is_numbered: bool = False
-    tail: str = ""
+    tail: str = ""  # text after the arguments
 
     pairs: tuple[tuple[str, str], ...] = (("{", "}"),)
 
@@ -158,12 +137,12 @@ class HeadedCall(CallBody):
     def marks(self) -> tuple[str, ...]:
         return (self.after, self.before)
 
-    def begins(self, source: TextFeed) -> Reading[None]:
+    def begins(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:
         yield from source.match(_head(self, "{n<`"))
 
     def read(
-        self, source: TextFeed, tools: Tools, context: CallContext | None = None
-    ) -> Reading[list[WrittenCall]]:
+        self, source: text_feed.TextFeed, tools: Tools, context: CallContext | None = None
+    ) -> text_feed.Reading[list[WrittenCall]]:
         name, number = yield from self.read_head(source, "{n<`")
         if (yield from source.has("{")):
             text = yield from source.bracketed()
@@ -172,13 +151,15 @@ class HeadedCall(CallBody):
             yield from source.skip_space()
             close = self.tail.strip() or ("" if context is None else context.close)
             if not (yield from source.has(close)) and not (text and source.is_empty):
-                raise FormatMismatch
+                raise text_feed.FormatMismatch
         yield from self.read_tail(source)
         if name not in tools:
-            raise UncallableCall
+            raise text_feed.UncallableCall
         return [make_call(name, text, number)]
 
-    def read_head(self, source: TextFeed, behind: str = "{") -> Reading[tuple[str, str | None]]:
+    def read_head(
+        self, source: text_feed.TextFeed, behind: str = "{"
+    ) -> text_feed.Reading[tuple[str, str | None]]:
         """Consume the text before the arguments. Return the name and the id of the call.
 
         Args:
@@ -187,7 +168,7 @@ class HeadedCall(CallBody):
         match = yield from source.match(_head(self, behind))
         return match["name"], match["id"] if self.is_numbered else None
 
-    def read_tail(self, source: TextFeed) -> Reading[None]:
+    def read_tail(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:
         """Consume the text after the arguments."""
         if self.tail.strip():
             yield from source.skip_space()
@@ -204,13 +185,9 @@ def _head(body: HeadedCall, behind: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class PythonCalls(CallBody):
-    """Calls in Python syntax: a list `[f(a=1), g()]`, or one call per line.
+    """Calls in Python syntax: a list `[f(a=1), g()]`, or one call per line."""
 
-    Args:
-        is_list: True if the calls are in brackets.
-    """
-
-    is_list: bool = True
+    is_list: bool = True  # True if the calls are in brackets
     marks: tuple[str, ...] = ()
 
     @property
@@ -218,7 +195,7 @@ class PythonCalls(CallBody):
         """Brackets that must balance."""
         return (("[", "]"),) if self.is_list else (("(", ")"),)
 
-    def begins(self, source: TextFeed) -> Reading[None]:
+    def begins(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:
         yield from source.skip_space()
         if not self.is_list:
             yield from source.match(_SHORT_NAME)
@@ -226,25 +203,25 @@ class PythonCalls(CallBody):
         yield from source.expect("[")
         yield from source.skip_space()
         if (yield from source.match(_LIST_NAME))[1] != "(":
-            raise FormatMismatch
+            raise text_feed.FormatMismatch
 
     def read(
-        self, source: TextFeed, tools: Tools, context: CallContext | None = None
-    ) -> Reading[list[WrittenCall]]:
+        self, source: text_feed.TextFeed, tools: Tools, context: CallContext | None = None
+    ) -> text_feed.Reading[list[WrittenCall]]:
         yield from source.skip_space()
         name = ""
         if not self.is_list:
             name = (yield from source.match(_SHORT_NAME))[1]
         elif not (yield from source.has("[")):
-            raise IncompleteCall if source.is_cut("[") else FormatMismatch
+            raise text_feed.IncompleteCall if source.is_cut("[") else text_feed.FormatMismatch
         text = yield from source.bracketed(python=True)
         try:
             named = read_calls(text if self.is_list else f"[{name}{text}]")
             calls = [WrittenCall(name, write_json(values)) for name, values in named]
         except ValueError:
-            raise UncallableCall from None
+            raise text_feed.UncallableCall from None
         if not calls or not all(call.name in tools for call in calls):
-            raise UncallableCall
+            raise text_feed.UncallableCall
         return calls
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from jaxserve.server.tool_calls.answer_parts import Tools, WrittenCall
@@ -21,17 +22,13 @@ class CallLayout:
     """Spelling of the tags of all calls in an answer, and the white space between them.
 
     A model keeps to one layout. If the layout changes, some tags may belong to a quotation.
-
-    Attributes:
-        num_values: number of values so far.
-        num_searched: number of characters searched for ends of JSON values.
-        is_lopsided: True if the layout is inconsistent: a value shares a line with its tags
-            although other tags are on lines of their own, two calls share a line although their
-            tags do not, or the numbers of calls do not count up.
     """
 
-    num_values: int = 0
-    num_searched: int = 0
+    num_values: int = 0  # number of values so far
+    num_searched: int = 0  # number of characters searched for ends of JSON values
+    # True if the layout is inconsistent: a value shares a line with its tags although other tags
+    # are on lines of their own, two calls share a line although their tags do not, or the numbers
+    # of calls do not count up.
     is_lopsided: bool = False
     _texts: dict[str, set[str]] = field(default_factory=dict)
     # _has_line: a value began with a line break. _is_broken: since then a tag shared the line of a
@@ -102,16 +99,11 @@ def shape_of(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class CallContext:
-    """Texts around a call, and the layout of the calls so far.
-
-    Attributes:
-        close: text after a call.
-        ends: texts that may follow a call, empty if any text may.
-    """
+    """Texts around a call, and the layout of the calls so far."""
 
     mark: str = ""
-    close: str = ""
-    ends: tuple[str, ...] = ()
+    close: str = ""  # text after a call
+    ends: tuple[str, ...] = ()  # texts that may follow a call, empty if any text may
     layout: CallLayout = field(default_factory=CallLayout)
 
     def may_follow(self, text: str, position: int) -> bool:
@@ -147,15 +139,10 @@ def after_space(text: str, position: int) -> int:
 
 
 class CallBody(ABC):
-    """Reader of calls in one notation, from after the marker of a call.
+    """Reader of calls in one notation, from after the marker of a call."""
 
-    Attributes:
-        marks: markers that the reader looks for.
-        pairs: pairs of texts within a call that must balance.
-    """
-
-    marks: tuple[str, ...]
-    pairs: tuple[tuple[str, str], ...]
+    marks: tuple[str, ...]  # markers that the reader looks for
+    pairs: tuple[tuple[str, str], ...]  # pairs of texts within a call that must balance
 
     @abstractmethod
     def begins(self, source: TextFeed) -> Reading[None]:
@@ -173,11 +160,18 @@ class CallBody(ABC):
 
         Args:
             source: complete text, or text that a grammar has formed.
-            tools: tools that may be called.
-            context: texts around the call.
 
         Raises:
             UncallableCall: a tool is unknown, or the arguments are invalid.
             RepeatedArgument: a call with bare values gives an argument twice.
             FormatMismatch: the end of the call is missing or ambiguous.
         """
+
+
+def only_end(
+    matches: Iterable[re.Match[str]], mark: str, continues: Callable[[int], bool]
+) -> int | None:
+    """Return the index of the only `mark` after which the call continues, or None."""
+    ends = (match.start() for match in matches if match[0] == mark and continues(match.end()))
+    first, second = next(ends, None), next(ends, None)
+    return first if second is None else None

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Collection, Mapping
 
-from jaxserve.server.tool_calls.answer_parts import (
-    AnswerPart,
-    Beside,
-    CallPart,
-    Content,
-    Tools,
-    WrittenCall,
-)
+from jaxserve.server.tool_calls import answer_parts, text_feed, unconstrained_calls
 from jaxserve.server.tool_calls.call_bodies import Body, HeadedCall, JsonCall, PythonCalls
 from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.literals import EndFinder
 from jaxserve.server.tool_calls.tagged_calls import TagCall
-from jaxserve.server.tool_calls.text_feed import (
-    FormatMismatch,
-    IncompleteCall,
-    Reading,
-    TextFeed,
-    any_of,
-    result_of,
-)
-from jaxserve.server.tool_calls.unconstrained_calls import (
-    MAX_MALFORMED,
-    UnconstrainedCalls,
-    close_of,
-    follows_in_list,
-    inner_mark,
-    open_list,
-    take_closes,
-)
-
-_ALPHABET = string.ascii_letters + string.digits
 
 
 class CallReader:
@@ -48,7 +20,6 @@ class CallReader:
     arguments are returned as they arrive. White space around calls is dropped.
 
     Args:
-        call_format: format of the calls.
         tools: tools that may be called. A call of another name is content. Their schemas determine
             the types of bare values. If only names are given, all bare values are strings.
         is_certain: True if every call that begins is well formed.
@@ -61,10 +32,10 @@ class CallReader:
     def __init__(
         self,
         call_format: CallFormat,
-        tools: Tools | Collection[str],
+        tools: answer_parts.Tools | Collection[str],
         is_certain: bool,
         parallel: bool = True,
-        beside: Beside | None = None,
+        beside: answer_parts.Beside | None = None,
     ) -> None:
         self._format = call_format
         self._tools = tools if isinstance(tools, Mapping) else {name: {} for name in tools}
@@ -72,34 +43,34 @@ class CallReader:
         self._beside = beside if is_certain else None
         # A grammar begins calls with the first marker only. The other markers are then plain text.
         self._starts = call_format.starts[: None if self._beside is None else 1]
-        self._source = TextFeed()
-        is_silent = self._beside in (Beside.NOTHING, Beside.FORM)
-        self._pieces = AnswerBuffer(parallel, call_format.id_length, is_silent)
+        self._source = text_feed.TextFeed()
+        is_silent = self._beside in (answer_parts.Beside.NOTHING, answer_parts.Beside.FORM)
+        self._pieces = answer_parts.AnswerBuffer(parallel, call_format.id_length, is_silent)
         self._num_malformed = 0
         self._reading = self._read()
 
-    def feed(self, text: str, final: bool = False) -> list[AnswerPart]:
+    def feed(self, text: str, final: bool = False) -> list[answer_parts.AnswerPart]:
         """Read more text. Return the new parts of the answer that are certain by now."""
         self._source.add(text, final)
         next(self._reading, None)
         return self._pieces.fetch(final)
 
-    def _read(self) -> Reading[None]:
-        source, pattern = self._source, any_of(self._starts)
-        if self._beside is Beside.FORM:
+    def _read(self) -> text_feed.Reading[None]:
+        source, pattern = self._source, text_feed.any_of(self._starts)
+        if self._beside is answer_parts.Beside.FORM:
             yield from self._read_form()
         elif self._format.is_optional_mark:
             yield from self._read_unmarked()
         while True:
             match = None
-            if self._num_malformed < MAX_MALFORMED:
+            if self._num_malformed < unconstrained_calls.MAX_MALFORMED:
                 match = source.search(pattern)
             if match is not None:
                 self._pieces.say(source.take_to(match.start()))
                 source.settle()
                 yield from self._read_marked(source.take_to(match.end()))
                 continue
-            is_over = source.is_final or self._num_malformed >= MAX_MALFORMED
+            is_over = source.is_final or self._num_malformed >= unconstrained_calls.MAX_MALFORMED
             end = len(source.text) if is_over else source.certain_end(self._starts)
             self._pieces.say(source.take_to(end))
             source.settle()
@@ -107,15 +78,15 @@ class CallReader:
                 return
             yield
 
-    def _read_form(self) -> Reading[None]:
+    def _read_form(self) -> text_feed.Reading[None]:
         source = self._source
         yield from source.skip_space()
         if not (yield from source.has(*self._starts)):
             self._pieces.is_silent = False
-            self._num_malformed = MAX_MALFORMED
+            self._num_malformed = unconstrained_calls.MAX_MALFORMED
         source.rewind()
 
-    def _read_unmarked(self) -> Reading[None]:
+    def _read_unmarked(self) -> text_feed.Reading[None]:
         """Read calls at the beginning of the text, where the marker is optional."""
         source = self._source
         yield from source.skip_space()
@@ -130,9 +101,9 @@ class CallReader:
             yield from self._hold(True)
         if not has_calls:
             # Without a marker the whole text must be calls. It is not, so all of it is content.
-            self._num_malformed = MAX_MALFORMED
+            self._num_malformed = unconstrained_calls.MAX_MALFORMED
 
-    def _read_marked(self, mark: str) -> Reading[None]:
+    def _read_marked(self, mark: str) -> text_feed.Reading[None]:
         """Read the calls after `mark`, which has been consumed.
 
         Without calls, the marker is content.
@@ -149,36 +120,38 @@ class CallReader:
             self._pieces.say(self._source.take(len(mark)))
             self._source.settle()
 
-    def _leave_out(self, mark: str) -> Reading[bool]:
+    def _leave_out(self, mark: str) -> text_feed.Reading[bool]:
         """Consume a call that means "no call", and drop it. Return whether one came next."""
         source, form, body = self._source, self._format, self._format.body
         if not isinstance(body, JsonCall) or not body.answers:
             return False
         try:
-            yield from open_list(source, form)
+            yield from unconstrained_calls.open_list(source, form)
             calls = yield from body.read(source, self._tools)
             if calls or (yield from source.takes_behind_space(*form.separators)):
                 return False
-        except FormatMismatch:
+        except text_feed.FormatMismatch:
             return False
-        yield from take_closes(source, form, mark)
+        yield from unconstrained_calls.take_closes(source, form, mark)
         self._pieces.leave_out_space()
         return True
 
-    def _begins(self, mark: str) -> Reading[bool]:
+    def _begins(self, mark: str) -> text_feed.Reading[bool]:
         source = self._source
         try:
-            yield from inner_mark(source, self._format, mark)
+            yield from unconstrained_calls.inner_mark(source, self._format, mark)
             yield from self._format.body.begins(source)
-        except FormatMismatch:
+        except text_feed.FormatMismatch:
             return False
         finally:
             source.rewind()
         return True
 
-    def _hold(self, is_unmarked: bool) -> Reading[None]:
+    def _hold(self, is_unmarked: bool) -> text_feed.Reading[None]:
         text = yield from self._source.rest()
-        chosen = UnconstrainedCalls(self._format, self._tools, text, self._num_malformed)
+        chosen = unconstrained_calls.UnconstrainedCalls(
+            self._format, self._tools, text, self._num_malformed
+        )
         for part in chosen.read(is_unmarked):
             if part is None:
                 self._pieces.leave_out_space()
@@ -187,29 +160,29 @@ class CallReader:
             else:
                 self._pieces.call(part)
 
-    def _read_formed(self, mark: str) -> Reading[bool]:
+    def _read_formed(self, mark: str) -> text_feed.Reading[bool]:
         """Read the calls after a marker that a grammar has formed. Return whether there was one.
 
         A call that a limit cut before its arguments is dropped.
         """
         source, form, body, has_called = self._source, self._format, self._format.body, False
         try:
-            mark = (yield from inner_mark(source, form, mark)) or mark
-            yield from open_list(source, form)
+            mark = (yield from unconstrained_calls.inner_mark(source, form, mark)) or mark
+            yield from unconstrained_calls.open_list(source, form)
             while True:
                 if isinstance(body, JsonCall | HeadedCall):
                     has_called = yield from self._stream_call(body, has_called)
                 else:
                     has_called = yield from self._read_call(body)
-                if (yield from follows_in_list(source, form)):
+                if (yield from unconstrained_calls.follows_in_list(source, form)):
                     continue
-                is_over = yield from take_closes(source, form, mark)
+                is_over = yield from unconstrained_calls.take_closes(source, form, mark)
                 is_over = is_over or not form.section[1]
                 if is_over or not (yield from source.takes_behind_space(form.mark)):
                     self._leave_out_cut(mark)
                     return True
-        except FormatMismatch as error:
-            if self._beside is not None and isinstance(error, IncompleteCall):
+        except text_feed.FormatMismatch as error:
+            if self._beside is not None and isinstance(error, text_feed.IncompleteCall):
                 source.take_to(len(source.text))
                 source.settle()
                 return True
@@ -221,28 +194,30 @@ class CallReader:
         source, form = self._source, self._format
         if self._beside is None or not source.is_final:
             return
-        result_of(source.skip_space())
-        has_separator = bool(result_of(source.takes(*form.separators)))
-        result_of(source.skip_space())
+        text_feed.result_of(source.skip_space())
+        has_separator = bool(text_feed.result_of(source.takes(*form.separators)))
+        text_feed.result_of(source.skip_space())
         tail = form.body.tail.strip() if isinstance(form.body, HeadedCall) else ""
-        closes = (close_of(form, mark), form.section[1], tail)
+        closes = (unconstrained_calls.close_of(form, mark), form.section[1], tail)
         if (has_separator and source.is_empty) or source.is_cut(*filter(None, closes)):
             source.take_to(len(source.text))
             source.settle()
         source.rewind()
 
-    def _read_call(self, body: Body) -> Reading[bool]:
+    def _read_call(self, body: Body) -> text_feed.Reading[bool]:
         if isinstance(body, TagCall):
             calls = yield from body.read_formed(self._source, self._tools)
         elif isinstance(body, PythonCalls):
             calls = yield from body.read(self._source, self._tools)
         else:
-            raise FormatMismatch
+            raise text_feed.FormatMismatch
         for call in calls:
             self._pieces.call(call)
         return True
 
-    def _stream_call(self, body: JsonCall | HeadedCall, has_called: bool) -> Reading[bool]:
+    def _stream_call(
+        self, body: JsonCall | HeadedCall, has_called: bool
+    ) -> text_feed.Reading[bool]:
         """Read a call that a grammar has formed, and return its arguments as they arrive.
 
         A call that a limit has cut is still a call if a part of it was returned.
@@ -254,7 +229,7 @@ class CallReader:
             end = finder.find(source.text, source.position)
             text = source.take_to(len(source.text) if end is None else end)
             if is_first:
-                self._pieces.call(WrittenCall(name, text, number))
+                self._pieces.call(answer_parts.WrittenCall(name, text, number))
             elif text:
                 self._pieces.more(text)
             is_first = False
@@ -266,73 +241,3 @@ class CallReader:
             yield
         yield from body.read_tail(source)
         return True
-
-
-class AnswerBuffer:
-    """Pending parts of an answer, which are certain and not fetched yet.
-
-    Args:
-        parallel: True if several calls are allowed. Otherwise all calls after the first are
-            dropped.
-        id_length: length of generated call ids, None for OpenAI's form.
-        is_silent: True if content is dropped. It may be changed later.
-    """
-
-    def __init__(self, parallel: bool, id_length: int | None, is_silent: bool = False) -> None:
-        self.is_silent = is_silent
-        self._parallel = parallel
-        self._id_length = id_length
-        self._pieces: list[AnswerPart] = []
-        self._num_calls = 0
-        self._has_calls = False
-        self._spaces: list[str] = []  # becomes content if more content follows
-        self._has_content = False
-
-    def fetch(self, final: bool) -> list[AnswerPart]:
-        """Return the collected parts, and clear them."""
-        if final and not self._has_calls and self._spaces:
-            self._pieces.append(Content("".join(self._spaces)))
-            self._spaces.clear()
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
-    def say(self, text: str) -> None:
-        """Add content.
-
-        White space at its end is held back, since a call would make it disappear.
-        """
-        if self.is_silent:
-            return
-        content = text.rstrip()
-        if content:
-            spaced = "".join(self._spaces) + content
-            is_first = self._has_calls and not self._has_content
-            self._pieces.append(Content(spaced.lstrip() if is_first else spaced))
-            self._has_content = True
-            self._spaces.clear()
-        if len(content) < len(text):
-            self._spaces.append(text[len(content) :])
-
-    def leave_out_space(self) -> None:
-        """Drop the white space held back, and mark the answer as having calls."""
-        self._has_calls = True
-        self._spaces.clear()
-
-    def call(self, call: WrittenCall) -> None:
-        """Add a call, or its beginning."""
-        self._num_calls += 1
-        self.leave_out_space()
-        if self._parallel or self._num_calls == 1:
-            number = call.id or self._new_id()
-            index = self._num_calls - 1
-            self._pieces.append(CallPart(index, call.arguments, number, call.name))
-
-    def more(self, arguments: str) -> None:
-        """Append to the arguments of the newest call."""
-        if self._parallel or self._num_calls == 1:
-            self._pieces.append(CallPart(self._num_calls - 1, arguments))
-
-    def _new_id(self) -> str:
-        if self._id_length is None:
-            return f"call_{secrets.token_hex(12)}"
-        return "".join(secrets.choice(_ALPHABET) for _ in range(self._id_length))

@@ -106,23 +106,15 @@ class Unformable(Exception):
 
 @dataclass(frozen=True)
 class _Tags:
-    """Texts around an argument.
+    """Texts around an argument."""
 
-    Attributes:
-        key: text before the name.
-        before: text between the name and the value, with `{}` for the type of the value.
-        end: text after the value.
-        stops: other texts that a value must not contain, since readers look for them.
-        trims: True if one line break on either side of a value is not part of it.
-        is_escaped: True if names are HTML-escaped.
-    """
-
-    key: str
-    before: str
-    end: str
+    key: str  # text before the name
+    before: str  # text between the name and the value, with `{}` for the type of the value
+    end: str  # text after the value
+    # Other texts that a value must not contain, since readers look for them.
     stops: tuple[str, ...] = ()
-    trims: bool = False
-    is_escaped: bool = False
+    trims: bool = False  # True if one line break on either side of a value is not part of it
+    is_escaped: bool = False  # True if names are HTML-escaped
 
 
 def tagged_rules(form: CallFormat, functions: Sequence[Function], spell: Spell) -> Iterator[str]:

@@ -12,8 +12,7 @@ import re
 import secrets
 from collections.abc import Iterable
 
-from jaxserve.server.schema.arguments import read_object
-from jaxserve.server.schema.decode import without_half_pairs
+from jaxserve.server.schema.decode import read_object, without_half_pairs
 from jaxserve.server.tool_calls.answer_parts import AnswerPart, CallPart
 from jaxserve.server.tool_calls.call_bodies import JsonCall
 from jaxserve.server.tool_calls.call_reader import CallReader
@@ -29,9 +28,7 @@ def escaped_input(text: str) -> str:
 
 
 def takes_raw_text(form: CallFormat) -> bool:
-    """Return whether calls of a format may contain raw text: each is one object between two
-    markers.
-    """
+    """Return whether calls may contain raw text: each is one object between two markers."""
     body = form.body
     is_plain = isinstance(body, JsonCall) and not body.is_keyed and not body.number
     is_list = form.is_array or form.is_optional_mark or bool(form.section[0])
@@ -73,9 +70,7 @@ class RawCallReader:
         return [*pieces, opened, self._part(rest, final)]
 
     def _num_open(self) -> int:
-        """Return the number of characters to hold back: white space and an incomplete head of a raw
-        call.
-        """
+        """Return how many characters to hold back: white space and an incomplete head of a call."""
         text, size = self._waiting, 0
         for start in range(max(0, len(text) - max(map(len, self._heads))), len(text)):
             if any(head.startswith(text[start:]) for head in self._heads):

@@ -11,33 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.scheduling.slot_table import NO_TOKEN
-from jaxserve.server.tool_calls.answer import (
-    AnswerFormat,
-    AnswerReader,
-    ThoughtState,
-    readers_of,
-    start_of,
-)
-from jaxserve.server.tool_calls.formats import (
-    CALL_FORMATS,
-    DEFAULT_FORMAT,
-    THINKING_FORMATS,
-    CallFormat,
-)
-from jaxserve.server.tool_calls.harmony import (
-    CHANNEL,
-    END,
-    HARMONY_ANSWER,
-    HARMONY_ANSWER_OR_CALL,
-    HARMONY_PARTS,
-    HARMONY_STOPS,
-    HARMONY_TURN,
-    MESSAGE,
-    START,
-    HarmonyIds,
-    harmony_messages,
-)
-from jaxserve.server.tool_calls.tools import CallUse, ToolUse
+from jaxserve.server.tool_calls import harmony, thoughts
+from jaxserve.server.tool_calls.answer import AnswerFormat
+from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
+from jaxserve.server.tool_calls.histories import harmony_messages
+from jaxserve.server.tool_calls.tools import ToolUse
 from jaxserve.text.thinking import ThinkingMarks
 
 # Number of tokens at the end of a prompt in which templates open or close thoughts.
@@ -49,31 +27,6 @@ _WITH_THOUGHTS = {
     "kimi_k3": "kimi_k3",
 }
 _TEXT_ARGUMENTS = re.compile(r"\+\s*\w+\['function'\]\['arguments'\]\s*\+")
-
-
-def answer_reader(
-    tool_call_parser: str | None,
-    reasoning_parser: str | None,
-    tools: Sequence[dict[str, Any]],
-    start: ThoughtState,
-    parallel: bool = True,
-) -> AnswerReader:
-    """Return a reader of an answer that was generated without a grammar.
-
-    Args:
-        tool_call_parser: name of the call format, None for answers without calls.
-        reasoning_parser: name of the thinking format, None for answers without thoughts.
-
-    Raises:
-        KeyError: there is no format of this name.
-    """
-    use = None
-    if tool_call_parser is not None:
-        functions = [tool["function"] for tool in tools]
-        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
-        use = CallUse(CALL_FORMATS[tool_call_parser], schemas, False, parallel)
-    thinking = None if reasoning_parser is None else THINKING_FORMATS[reasoning_parser]
-    return readers_of(use, thinking, start)
 
 
 def _with_text(function: dict[str, Any]) -> dict[str, Any]:
@@ -89,9 +42,6 @@ class Dialect:
         tool_call_parser: name of the call format, "none" if there are no calls, None to detect it
             in the chat template.
         reasoning_parser: name of the thinking format, or None to detect it in the chat template.
-
-    Attributes:
-        reads_tools: True if the chat template renders the tools of a request.
     """
 
     def __init__(
@@ -99,13 +49,14 @@ class Dialect:
     ) -> None:
         self._tokenizer = tokenizer
         template = "" if tokenizer is None else tokenizer.template_source
+        # True if the chat template renders the tools of a request.
         self.reads_tools = tokenizer is not None and tokenizer.template_reads("tools")
         self.parser = detect_calls(template) if tool_call_parser is None else tool_call_parser
         if self.parser == "none":
             self.parser = None
         # These formats put markers around answers too, so they need a thinking format.
-        detected = detect_thinking(template) or _WITH_THOUGHTS.get(self.parser or "")
-        self.thinking = THINKING_FORMATS.get(reasoning_parser or detected or "")
+        detected = thoughts.detect_thinking(template) or _WITH_THOUGHTS.get(self.parser or "")
+        self.thinking = thoughts.THINKING_FORMATS.get(reasoning_parser or detected or "")
         if tokenizer is None:
             self.thinking = None
         # DeepSeek's templates concatenate arguments with strings, and render the calls of a message
@@ -132,7 +83,7 @@ class Dialect:
         """Ids of tokens that end an answer, in addition to the end tokens of the checkpoint."""
         if self.thinking is None or not self.thinking.is_harmony:
             return []
-        ids = (self._tokenizer.token_id(mark) for mark in HARMONY_STOPS)
+        ids = (self._tokenizer.token_id(mark) for mark in harmony.HARMONY_STOPS)
         return [token for token in ids if token is not None]
 
     def marks(
@@ -141,7 +92,6 @@ class Dialect:
         """Return the token ids with which the engine recognizes thoughts in an answer, or None.
 
         Args:
-            use: use of tools, whose grammar may include the thoughts.
             is_formed: True if structured outputs constrain the answer after the thoughts.
         """
         if self.thinking is None:
@@ -162,8 +112,8 @@ class Dialect:
             end_token_ids=tuple(ids),
             decode=self._decode,
             start_token_id=NO_TOKEN if token is None else token,
-            is_open=start is ThoughtState.OPEN,
-            is_closed=start is ThoughtState.CLOSED,
+            is_open=start is thoughts.ThoughtState.OPEN,
+            is_closed=start is thoughts.ThoughtState.CLOSED,
         )
 
     def _harmony_marks(self, forms_calls: bool, is_formed: bool, is_held: bool) -> ThinkingMarks:
@@ -173,11 +123,14 @@ class Dialect:
         constraint on the answer applies from the final channel on.
         """
         assert self.thinking is not None
-        turn = f"{END}{START}assistant"
-        answer = f"{turn}{CHANNEL}final{MESSAGE}"
-        pattern, forced = HARMONY_ANSWER if is_formed else HARMONY_ANSWER_OR_CALL, answer
+        turn = f"{harmony.END}{harmony.START}assistant"
+        answer = f"{turn}{harmony.CHANNEL}final{harmony.MESSAGE}"
+        pattern, forced = (
+            harmony.HARMONY_ANSWER if is_formed else harmony.HARMONY_ANSWER_OR_CALL,
+            answer,
+        )
         if forms_calls:
-            pattern, forced = HARMONY_TURN, turn
+            pattern, forced = harmony.HARMONY_TURN, turn
         return ThinkingMarks(
             start=self.thinking.start,
             end=self.thinking.end,
@@ -202,10 +155,7 @@ class Dialect:
         return harmony_messages(messages), described or tools
 
     def _as_text(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with calls in the form that DeepSeek's templates need.
-
-        Arguments become text, and empty content becomes None or "".
-        """
+        # DeepSeek's templates need arguments as text, and None or "" instead of empty content.
         if not message.get("tool_calls"):
             return message
         calls = message["tool_calls"]
@@ -219,7 +169,7 @@ class Dialect:
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = []
-        for part in HARMONY_PARTS.split(text):
+        for part in harmony.HARMONY_PARTS.split(text):
             token = self._tokenizer.token_id(part) if part else None
             ids += [token] if token is not None else self._tokenizer.encode_word(part)
         return ids
@@ -229,12 +179,16 @@ class Dialect:
         token = self._tokenizer.token_id(self.thinking.end)
         return self._tokenizer.encode_word(self.thinking.end) if token is None else [token]
 
-    def start(self, prompt: list[int]) -> ThoughtState:
+    def start(self, prompt: list[int]) -> thoughts.ThoughtState:
         """Return the state of the thoughts at the end of a prompt."""
         assert self.thinking is not None
-        start = start_of(self._tokenizer.decode(prompt[-_TAIL_TOKENS:], False), self.thinking)
+        start = thoughts.start_of(
+            self._tokenizer.decode(prompt[-_TAIL_TOKENS:], False), self.thinking
+        )
         return (
-            ThoughtState.OPEN if start is ThoughtState.FREE and self.thinking.is_always else start
+            thoughts.ThoughtState.OPEN
+            if start is thoughts.ThoughtState.FREE and self.thinking.is_always
+            else start
         )
 
     def shows_special(self, use: ToolUse | None) -> bool:
@@ -264,11 +218,14 @@ class Dialect:
         start = self.start(prompt)
         return AnswerFormat(use, self.thinking, start, end, call, with_thoughts=with_thoughts)
 
-    def _harmony_ids(self) -> HarmonyIds | None:
-        channel, end = self._tokenizer.token_id(CHANNEL), self._tokenizer.token_id(END)
+    def _harmony_ids(self) -> harmony.HarmonyIds | None:
+        channel, end = (
+            self._tokenizer.token_id(harmony.CHANNEL),
+            self._tokenizer.token_id(harmony.END),
+        )
         if channel is None or end is None:
             return None
-        return HarmonyIds(channel, end, tuple(self._tokenizer.encode_word("analysis")))
+        return harmony.HarmonyIds(channel, end, tuple(self._tokenizer.encode_word("analysis")))
 
 
 # Each row: texts, and the format of a template that contains all of them. The first match applies.
@@ -312,24 +269,6 @@ _CALLS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters"', "tools"), "llama3_json"),
 )
-_THOUGHTS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("<|channel|>", "analysis"), "openai_gptoss"),
-    (("<|START_THINKING|>",), "cohere_command3"),
-    (("<|START_RESPONSE|>",), "cohere_command3"),
-    (("<|channel>",), "gemma4"),
-    (("</seed:think>",), "seed_oss"),
-    (("</think:opensource>",), "hy_v4"),
-    (("'<|close|>'", "'think'"), "kimi_k3"),
-    (("plamo:end_think",), "plamo3"),
-    (("[/THINK]",), "mistral"),
-    (("</think>", "</answer>"), "hunyuan_a13b"),
-    (("</think>", "<response>"), "ernie45"),
-    (("</think>", "｜Assistant｜"), "deepseek_v3"),
-    (("</think>", "<arg_key>"), "glm45"),
-    (("</think>",), "qwen3"),
-    (("Here is my response:",), "granite"),
-    (("thought process",), "granite"),
-)
 
 
 def detect_calls(template: str) -> str | None:
@@ -337,14 +276,4 @@ def detect_calls(template: str) -> str | None:
 
     It is the first row of `_CALLS` whose texts are all in the template.
     """
-    return _first(_CALLS, template)
-
-
-def detect_thinking(template: str) -> str | None:
-    """Return the name of the thinking format of a chat template, or None if no row matches."""
-    return _first(_THOUGHTS, template)
-
-
-def _first(rows: tuple[tuple[tuple[str, ...], str | None], ...], template: str) -> str | None:
-    fits = (name for signs, name in rows if all(sign in template for sign in signs))
-    return next(fits, None)
+    return thoughts.first_match(_CALLS, template)

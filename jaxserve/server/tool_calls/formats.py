@@ -18,34 +18,24 @@ from jaxserve.server.tool_calls.gemma import BracedCall
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Format in which a model writes calls.
+    """Format in which a model writes calls."""
 
-    Args:
-        mark: marker before calls.
-        is_optional_mark: True if the marker may be missing. The whole text is then calls.
-        close: text after each call.
-        separators: characters, any of which may separate two calls of a list.
-        is_array: True if calls are in brackets.
-        body: reader of a call after its marker.
-        id_length: length of call ids (letters and digits), if chat templates require one.
-        section: texts before and after all calls. Models sometimes omit them.
-        has_own_section: True if each call has a section of its own.
-        others: alternative markers that models write, each with its closing text.
-        is_harmony: True for gpt-oss's channels, read by `harmony.py`.
-        gaps: usual white space between two calls whose tags are on lines of their own.
-    """
-
-    mark: str
+    mark: str  # marker before calls
+    # True if the marker may be missing. The whole text is then calls.
     is_optional_mark: bool = False
-    close: str = ""
-    separators: str = ""
-    is_array: bool = False
+    close: str = ""  # text after each call
+    separators: str = ""  # characters, any of which may separate two calls of a list
+    is_array: bool = False  # True if calls are in brackets
     body: Body = JsonCall()  # noqa: RUF009 - frozen
+    # Length of call ids (letters and digits), if chat templates require one.
     id_length: int | None = None
+    # Texts before and after all calls. Models sometimes omit them.
     section: tuple[str, str] = ("", "")
+    # Alternative markers that models write, each with its closing text.
     others: tuple[tuple[str, str], ...] = ()
-    has_own_section: bool = False
-    is_harmony: bool = False
+    has_own_section: bool = False  # True if each call has a section of its own
+    is_harmony: bool = False  # True for gpt-oss's channels, read by `harmony.py`
+    # Usual white space between two calls whose tags are on lines of their own.
     gaps: tuple[str, ...] = field(default=("\n",), compare=False)
 
     @property
@@ -130,7 +120,7 @@ def _hunyuan(after: str = "", suffix: str = "") -> CallFormat:
     return CallFormat(f"<tool_call{suffix}>", body=body, section=(f"<{section}", f"</{section}"))
 
 
-_HY_SUFFIX = ":opensource"
+HY_SUFFIX = ":opensource"
 _COMMAND = CallFormat(
     "<|START_ACTION|>",
     close="<|END_ACTION|>",
@@ -182,19 +172,19 @@ _KIMI_3 = CallFormat(
 )
 
 
-def _plamo(name: str) -> tuple[str, str]:
+def plamo_marks(name: str) -> tuple[str, str]:
     return f"<|plamo:begin_{name}:plamo|>", f"<|plamo:end_{name}:plamo|>"
 
 
 _PLAMO = CallFormat(
-    _plamo("tool_request")[0],
-    close=_plamo("tool_request")[1],
-    section=_plamo("tool_requests"),
+    plamo_marks("tool_request")[0],
+    close=plamo_marks("tool_request")[1],
+    section=plamo_marks("tool_requests"),
     body=HeadedCall(
-        f"{_plamo('tool_name')[1]}{_plamo('tool_arguments')[0]}"
+        f"{plamo_marks('tool_name')[1]}{plamo_marks('tool_arguments')[0]}"
         "<|plamo:constrain|>json<|plamo:msg|>",
-        before=_plamo("tool_name")[0],
-        tail=_plamo("tool_arguments")[1],
+        before=plamo_marks("tool_name")[0],
+        tail=plamo_marks("tool_arguments")[1],
     ),
 )
 _XLAM = CallFormat(
@@ -255,7 +245,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
     "plamo3": _PLAMO,
     "dots": _invoke("dots_function_call", "", trims=True),
     "hy_v3": _hunyuan("<tool_sep>"),
-    "hy_v4": _hunyuan(suffix=_HY_SUFFIX),
+    "hy_v4": _hunyuan(suffix=HY_SUFFIX),
     "hunyuan_a13b": _ARRAY_IN_TAGS,
     "jamba": _ARRAY_IN_TAGS,
     "internlm": CallFormat(
@@ -284,105 +274,3 @@ CALL_FORMATS: dict[str, CallFormat] = {
 }
 # Format of forced calls if the model's format is unknown, or no grammar can enforce it.
 DEFAULT_FORMAT = "hermes"
-
-
-@dataclass(frozen=True)
-class ThinkingFormat:
-    """Format in which a model marks its thoughts before an answer.
-
-    Args:
-        start: marker before the thoughts.
-        end: marker after the thoughts.
-        spellings: alternative spellings of `start` and `end`.
-        is_always: True if answers begin with thoughts even without `start`.
-        ends_at_calls: True if a call within thoughts that never end is read as a call.
-        answer_marks: pairs of markers around the answer itself, which are dropped.
-        left_out: other markers that are dropped anywhere in the answer.
-        is_harmony: True for gpt-oss's channels, read by `harmony.py`.
-    """
-
-    start: str
-    end: str
-    spellings: tuple[tuple[str, str], ...] = ()
-    is_always: bool = False
-    ends_at_calls: bool = False
-    answer_marks: tuple[tuple[str, str], ...] = ()
-    left_out: tuple[str, ...] = ()
-    is_harmony: bool = False
-
-    @property
-    def starts(self) -> tuple[str, ...]:
-        return (self.start, *(start for start, _ in self.spellings))
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        return (self.end, *(end for _, end in self.spellings))
-
-    @property
-    def marks(self) -> set[str]:
-        """All markers that readers look for."""
-        answers = (mark for pair in self.answer_marks for mark in pair)
-        return {*self.starts, *self.ends, *answers, *self.left_out}
-
-
-def _think(
-    is_always: bool = False,
-    ends_at_calls: bool = False,
-    answer: str = "",
-) -> ThinkingFormat:
-    marks = ((f"<{answer}>", f"</{answer}>"),) if answer else ()
-    return ThinkingFormat("<think>", "</think>", (), is_always, ends_at_calls, marks)
-
-
-_QWEN = _think(ends_at_calls=True)
-_COMMAND_THOUGHTS = ThinkingFormat(
-    "<|START_THINKING|>",
-    "<|END_THINKING|>",
-    answer_marks=(
-        ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-        ("<|START_TEXT|>", "<|END_TEXT|>"),
-    ),
-)
-THINKING_FORMATS: dict[str, ThinkingFormat] = {
-    "deepseek_r1": _think(is_always=True),
-    "deepseek_v3": _think(),
-    "deepseek_v4": _think(),
-    "holo2": _think(is_always=True),
-    "qwen3": _QWEN,
-    "glm45": _QWEN,
-    "glm47": _QWEN,
-    "olmo3": _think(),
-    "mistral": ThinkingFormat("[THINK]", "[/THINK]"),
-    "granite": ThinkingFormat(
-        "Here is my thought process:",
-        "Here is my response:",
-        spellings=(("Here's my thought process:", "Here's my response:"),),
-    ),
-    "granite_thinking_parser": _QWEN,
-    "nemotron_v3": _QWEN,
-    "mimo": _QWEN,
-    "seed_oss": ThinkingFormat("<seed:think>", "</seed:think>", ends_at_calls=True),
-    "openai_gptoss": ThinkingFormat(
-        "<|channel|>analysis<|message|>", "<|end|>", is_always=True, is_harmony=True
-    ),
-    "cohere_command3": _COMMAND_THOUGHTS,
-    "cohere_command4": _COMMAND_THOUGHTS,
-    "gemma4": ThinkingFormat("<|channel>thought", "<channel|>"),
-    "kimi_k2": _QWEN,
-    "kimi_k3": ThinkingFormat(
-        "<|open|>think<|sep|>",
-        "<|close|>think<|sep|>",
-        answer_marks=(("<|open|>response<|sep|>", "<|close|>response<|sep|>"),),
-        left_out=("<|close|>response<|sep|>", "<|close|>message<|sep|>", "<|end_of_msg|>"),
-    ),
-    "plamo3": ThinkingFormat(*_plamo("think")),
-    "hy_v3": _QWEN,
-    "hy_v4": ThinkingFormat(f"<think{_HY_SUFFIX}>", f"</think{_HY_SUFFIX}>", ends_at_calls=True),
-    "ling3": _QWEN,
-    "minimax_m2": _think(is_always=True, ends_at_calls=True),
-    "hunyuan_a13b": _think(answer="answer"),
-    "ernie45": _think(is_always=True, answer="response"),
-    "step3": _think(is_always=True),
-    "step3p5": _think(is_always=True, ends_at_calls=True),
-    "step5": _think(is_always=True),
-}

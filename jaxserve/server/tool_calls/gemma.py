@@ -6,49 +6,22 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.server.tool_calls import literals, text_feed
 from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
-from jaxserve.server.tool_calls.call_context import CallBody, CallContext, after_space
-from jaxserve.server.tool_calls.literals import (
-    MAX_DEPTH,
-    Cursor,
-    RepeatedKey,
-    convert,
-    is_finite,
-    property_schema,
-    read_json,
-    resolve,
-    types_of,
-)
-from jaxserve.server.tool_calls.text_feed import (
-    MAX_HEAD,
-    FormatMismatch,
-    Reading,
-    RepeatedArgument,
-    TextFeed,
-    UncallableCall,
-    any_of,
-)
+from jaxserve.server.tool_calls.call_context import CallBody, CallContext, after_space, only_end
 
 _BARE = re.compile(r"[^,}\]]+")
 _BARE_KEY = re.compile(r"[^{}\[\],:<>]{1,256}:")
 _BARE_ITEM = re.compile(r"[-+.\w]{1,64}\s*[,\]]")
 
 
-class BraceReader(Cursor):
+class BraceReader(literals.Cursor):
     """Parser of an object in braces, up to the end of the call around it.
 
     A marker ends a string only if the text after it continues the object or ends the call. Markers
     of calls within a string are counted, so that a balanced quotation is part of the string. If
     counting finds no end, call markers are ignored, provided that only one marker can end the
     string.
-
-    Args:
-        position: index of the opening brace.
-        quote: marker at both ends of a string.
-        schema: schema of the object, by which bare values are converted.
-
-    Attributes:
-        is_repeated: True if an object repeats a key.
     """
 
     def __init__(
@@ -58,9 +31,9 @@ class BraceReader(Cursor):
         self._quote = quote
         self._root = schema
         self._context = context
-        self._marks = any_of(tuple(filter(None, (quote, context.mark, context.close))))
+        self._marks = text_feed.any_of(tuple(filter(None, (quote, context.mark, context.close))))
         self._closing: list[str] = []  # closing brackets still due
-        self.is_repeated = False
+        self.is_repeated = False  # True if an object repeats a key
 
     @property
     def position(self) -> int:
@@ -79,7 +52,7 @@ class BraceReader(Cursor):
         return values
 
     def _open(self, mark: str, close: str) -> None:
-        if len(self._closing) > MAX_DEPTH or not self.take(mark):
+        if len(self._closing) > literals.MAX_DEPTH or not self.take(mark):
             raise ValueError("no object, or nested too deep")
         self._closing.append(close)
 
@@ -91,7 +64,9 @@ class BraceReader(Cursor):
             is_quoted = self.take(self._quote)
             self._context.layout.note("key", self._quote if is_quoted else "")
             if is_quoted:
-                end = self._text.find(self._quote, self._position, self._position + MAX_HEAD)
+                end = self._text.find(
+                    self._quote, self._position, self._position + text_feed.MAX_HEAD
+                )
                 key, behind = self._text[self._position : end], end + len(self._quote)
                 if end < 0:
                     raise ValueError("no end of a key")
@@ -105,7 +80,7 @@ class BraceReader(Cursor):
                 raise ValueError("not a key")
             self.is_repeated |= key in values
             self._note(":", self._position - 1)
-            values[key] = self._value(property_schema(schema, key))
+            values[key] = self._value(literals.property_schema(schema, key))
             self._separate("}")
         self._closing.pop()
         return values
@@ -120,9 +95,9 @@ class BraceReader(Cursor):
         return items
 
     def _value(self, schema: Any) -> Any:
-        schema = resolve(schema, self._root)
+        schema = literals.resolve(schema, self._root)
         if self.take(self._quote):
-            text, types = self._string(), types_of(schema, self._root)
+            text, types = self._string(), literals.types_of(schema, self._root)
             if not types or "string" in types:
                 return text
             return self._converted(text, schema)
@@ -140,8 +115,8 @@ class BraceReader(Cursor):
 
     def _converted(self, text: str, schema: Any) -> Any:
         try:
-            return convert(text, schema, self._root)
-        except RepeatedKey:
+            return literals.convert(text, schema, self._root)
+        except literals.RepeatedKey:
             self.is_repeated = True
             return None
 
@@ -156,29 +131,22 @@ class BraceReader(Cursor):
         self._context.layout.note(place, text)
 
     def _string(self) -> str:
-        """Consume a string and its end marker, after its opening marker. Return the string.
-
-        Raises:
-            ValueError: the end of the string is missing or ambiguous.
-        """
-        start, depth, ends = self._position, 0, list[int]()
+        """Consume a string and its end marker, after its opening marker. Return the string."""
+        start, depth = self._position, 0
         for match in self._marks.finditer(self._text, start):
             if match[0] != self._quote:
                 depth = max(0, depth + (1 if match[0] == self._context.mark else -1))
             elif not depth and self._continues(match.end()):
-                ends = [match.start()]
+                end = match.start()
                 break
         else:
-            for match in self._marks.finditer(self._text, start):
-                if match[0] == self._quote and self._continues(match.end()):
-                    ends.append(match.start())
-                    if len(ends) > 1:
-                        break
-        if len(ends) != 1:
+            marks = self._marks.finditer(self._text, start)
+            end = only_end(marks, self._quote, self._continues)
+        if end is None:
             raise ValueError("no end of a string, or several")
         self._context.layout.num_values += 1
-        self._position = ends[0] + len(self._quote)
-        return self._text[start : ends[0]]
+        self._position = end + len(self._quote)
+        return self._text[start:end]
 
     def _continues(self, position: int) -> bool:
         """Return whether the object can continue after a string that ends at `position`."""
@@ -200,9 +168,9 @@ class BraceReader(Cursor):
         text, quote = self._text, self._quote
         if match := _BARE_KEY.match(text, start):
             start = after_space(text, match.end())
-            value = _BARE.match(text, start, start + MAX_HEAD)
+            value = _BARE.match(text, start, start + text_feed.MAX_HEAD)
             return text.startswith((quote, "{", "["), start) or not (value and quote in value[0])
-        end = text.find(quote, start + len(quote), start + MAX_HEAD)
+        end = text.find(quote, start + len(quote), start + text_feed.MAX_HEAD)
         is_quoted = text.startswith(quote, start) and end >= 0
         return is_quoted and text.startswith(":", after_space(text, end + len(quote)))
 
@@ -213,21 +181,17 @@ class BraceReader(Cursor):
 
 def _bare(text: str) -> Any:
     try:
-        value = read_json(text)
+        value = literals.read_json(text)
     except ValueError:
         return text
-    return value if is_finite(value) else text
+    return value if literals.is_finite(value) else text
 
 
 @dataclass(frozen=True)
 class BracedCall(CallBody):
-    """Call in Gemma's notation: `call:f{a:<|"|>text<|"|>,b:[1,2]}`.
+    """Call in Gemma's notation: `call:f{a:<|"|>text<|"|>,b:[1,2]}`."""
 
-    Args:
-        quote: marker at both ends of a string.
-    """
-
-    quote: str
+    quote: str  # marker at both ends of a string
     pairs: tuple[tuple[str, str], ...] = (("{", "}"),)
 
     @property
@@ -239,12 +203,12 @@ class BracedCall(CallBody):
         """Pattern of the end of a string that also ends its call."""
         return re.compile(rf"{re.escape(self.quote)}[\s}}\]]*\}}")
 
-    def begins(self, source: TextFeed) -> Reading[None]:
+    def begins(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:
         yield from source.match(_BRACED_NAME)
 
     def read(
-        self, source: TextFeed, tools: Tools, context: CallContext
-    ) -> Reading[list[WrittenCall]]:
+        self, source: text_feed.TextFeed, tools: Tools, context: CallContext
+    ) -> text_feed.Reading[list[WrittenCall]]:
         head = yield from source.match(_BRACED_NAME)
         context.layout.note_head(head, "")
         name = head["name"]
@@ -252,12 +216,12 @@ class BracedCall(CallBody):
         try:
             values = reader.call()
         except ValueError:
-            raise FormatMismatch from None
+            raise text_feed.FormatMismatch from None
         source.take_to(reader.position)
         if name not in tools:
-            raise UncallableCall
+            raise text_feed.UncallableCall
         if reader.is_repeated:
-            raise RepeatedArgument
+            raise text_feed.RepeatedArgument
         return [make_call(name, values)]
 
 

@@ -12,9 +12,10 @@ import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+from jaxserve.server.tool_calls import text_feed
 from jaxserve.server.tool_calls.answer_parts import (
+    AnswerBuffer,
     AnswerPart,
     Content,
     Thought,
@@ -22,17 +23,9 @@ from jaxserve.server.tool_calls.answer_parts import (
     WrittenCall,
     make_call,
 )
-from jaxserve.server.tool_calls.call_reader import MAX_MALFORMED, AnswerBuffer
 from jaxserve.server.tool_calls.custom_tools import INPUT, escaped_input
-from jaxserve.server.tool_calls.histories import single_calls
 from jaxserve.server.tool_calls.literals import EndFinder
-from jaxserve.server.tool_calls.text_feed import (
-    FormatMismatch,
-    Reading,
-    TextFeed,
-    UncallableCall,
-    any_of,
-)
+from jaxserve.server.tool_calls.unconstrained_calls import MAX_MALFORMED
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -58,17 +51,11 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 
 @dataclass(frozen=True)
 class HarmonyIds:
-    """Token ids of the markers of messages.
+    """Token ids of the markers of messages."""
 
-    Attributes:
-        channel: token before the name of a channel.
-        end: token after a message.
-        analysis: tokens of the name of the channel of thoughts.
-    """
-
-    channel: int
-    end: int
-    analysis: tuple[int, ...]
+    channel: int  # token before the name of a channel
+    end: int  # token after a message
+    analysis: tuple[int, ...]  # tokens of the name of the channel of thoughts
 
     def num_thought(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens in messages of the channel of thoughts, markers included."""
@@ -108,7 +95,7 @@ class HarmonyReader:
         self._tools = tools
         self._raw = raw
         self._is_certain = is_certain
-        self._source = TextFeed()
+        self._source = text_feed.TextFeed()
         self._calls = AnswerBuffer(parallel, None)
         self._pieces: list[AnswerPart] = []
         self._said: set[type[AnswerPart]] = set()
@@ -126,7 +113,7 @@ class HarmonyReader:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def _read(self) -> Reading[None]:
+    def _read(self) -> text_feed.Reading[None]:
         while True:
             source = self._source
             source.settle()
@@ -148,13 +135,13 @@ class HarmonyReader:
             self._is_open = True
             try:
                 yield from self._read_message()
-            except FormatMismatch as error:
+            except text_feed.FormatMismatch as error:
                 yield from self._say_malformed(error)
         if self._held and self._is_doubtful and self._has_called:
             del self._pieces[self._num_before :]
             self._pieces.append(Content(self._held))
 
-    def _say_malformed(self, error: FormatMismatch) -> Reading[None]:
+    def _say_malformed(self, error: text_feed.FormatMismatch) -> text_feed.Reading[None]:
         """Return a message that could not be read as content, without its role.
 
         No call is read within such a message. It extends to its end, or to the end of the answer.
@@ -169,17 +156,17 @@ class HarmonyReader:
             self._num_malformed += 1
             yield from self._say_to_the_letter()
         else:
-            if not isinstance(error, UncallableCall):
+            if not isinstance(error, text_feed.UncallableCall):
                 end = len(source.text)
                 self._is_doubtful = self._is_doubtful or CALL in source.text[source.position :]
-            with suppress(FormatMismatch):
+            with suppress(text_feed.FormatMismatch):
                 yield from source.match(_ROLE)
             text = source.take_to(end) + (yield from source.takes(*_ENDS))
             self._pieces.append(Content("\n" + text if Content in self._said else text))
             self._said.add(Content)
             self._is_open = False
 
-    def _read_message(self) -> Reading[None]:
+    def _read_message(self) -> text_feed.Reading[None]:
         """Read one message.
 
         Raises:
@@ -196,22 +183,19 @@ class HarmonyReader:
             yield from self._say(Thought if is_analysis else Content, _STOPS)
         elif self._is_certain:
             if name not in self._tools:
-                raise FormatMismatch
+                raise text_feed.FormatMismatch
             yield from (self._stream_raw if name in self._raw else self._stream_call)(name)
         elif self._held:
             yield from self._read_call(name)
         else:
             yield from self._hold()
 
-    def _hold(self) -> Reading[None]:
-        """Wait for the end of the answer, and restart reading at this message with the complete
-        text.
-
-        Later text may show that the call was a quotation.
-        """
+    def _hold(self) -> text_feed.Reading[None]:
+        # Later text may show that the call was a quotation, so reading restarts with the complete
+        # text.
         self._source.rewind()
         self._held = yield from self._source.rest()
-        self._source = TextFeed()
+        self._source = text_feed.TextFeed()
         self._source.add(self._held, True)
         self._held = _ROLE.sub("", self._held, count=1) if _ROLE.match(self._held) else self._held
         if Content in self._said:
@@ -219,7 +203,7 @@ class HarmonyReader:
         self._num_before = len(self._pieces)
         self._is_open = False
 
-    def _read_call(self, name: str) -> Reading[None]:
+    def _read_call(self, name: str) -> text_feed.Reading[None]:
         source = self._source
         yield from source.skip_space()
         text = yield from source.takes("null")
@@ -227,15 +211,15 @@ class HarmonyReader:
             text = yield from source.bracketed()
         yield from source.skip_space()
         if not (yield from source.has(*_STOPS)) and not (source.is_final and source.is_empty):
-            raise FormatMismatch
+            raise text_feed.FormatMismatch
         if name not in self._tools:
-            raise UncallableCall
+            raise text_feed.UncallableCall
         self._calls.call(make_call(name, text))
         self._pieces += self._calls.fetch(False)
         self._has_called = True
         source.settle()
 
-    def _stream_call(self, name: str) -> Reading[None]:
+    def _stream_call(self, name: str) -> text_feed.Reading[None]:
         source, finder = self._source, EndFinder()
         source.settle()
         self._calls.call(WrittenCall(name, ""))
@@ -250,7 +234,7 @@ class HarmonyReader:
                 return
             yield
 
-    def _stream_raw(self, name: str) -> Reading[None]:
+    def _stream_raw(self, name: str) -> text_feed.Reading[None]:
         source = self._source
         source.settle()
         self._calls.call(WrittenCall(name, INPUT[0]))
@@ -266,11 +250,11 @@ class HarmonyReader:
 
     def _say(
         self, kind: type[Content] | type[Thought], stops: tuple[str, ...], text: str = ""
-    ) -> Reading[None]:
+    ) -> text_feed.Reading[None]:
         """Return text as it arrives, `text` first, up to one of the markers `stops`, which is not
         taken.
         """
-        source, pattern, is_first = self._source, any_of(stops), True
+        source, pattern, is_first = self._source, text_feed.any_of(stops), True
         while True:
             match = source.search(pattern)
             end = len(source.text) if source.is_final else source.certain_end(stops)
@@ -284,32 +268,11 @@ class HarmonyReader:
                 return
             yield
 
-    def _say_to_the_letter(self) -> Reading[None]:
+    def _say_to_the_letter(self) -> text_feed.Reading[None]:
         source = self._source
-        with suppress(FormatMismatch):
+        with suppress(text_feed.FormatMismatch):
             yield from source.match(_ROLE)
         mark = yield from source.takes(START, CHANNEL, MESSAGE)
         yield from self._say(Content, _STOPS, mark)
         if end := (yield from source.takes(*_ENDS)):
             self._pieces.append(Content(end))
-
-
-def harmony_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation in the form that gpt-oss's chat template can render.
-
-    The template renders one call per message, names only the result that follows it, and refuses
-    content beside thoughts and calls. So each call becomes a message of its own before its result,
-    and such content is appended to the thoughts.
-    """
-    return [_with_thoughts(message) for message in single_calls(messages)]
-
-
-_THOUGHTS = ("thinking", "reasoning_content")
-
-
-def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
-    if not message.get("tool_calls"):
-        return message
-    fields = {key: value for key, value in message.items() if key not in _THOUGHTS}
-    thoughts = "\n\n".join(filter(None, (message.get("thinking"), message.get("content"))))
-    return {**fields, "content": "", **({"thinking": thoughts} if thoughts else {})}

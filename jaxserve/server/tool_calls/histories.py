@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxserve.server.schema.arguments import arguments_text
+from jaxserve.server.schema.decode import arguments_text
 
 Messages = list[dict[str, Any]]
 # A template that serializes arguments would escape the quote. Only one that prints them keeps it.
@@ -18,6 +18,7 @@ PROBE_TOOLS = [
 ]
 # Mistral's templates require call ids of nine letters and digits.
 _ID = "call{:05}"
+_THOUGHTS = ("thinking", "reasoning_content")
 
 
 def probe_messages() -> Messages:
@@ -112,10 +113,7 @@ class _Waiting:
 
 
 def _new_call(result: dict[str, Any], names: dict[Any, str], singles: Messages) -> dict[str, Any]:
-    """Return a message with a call for a result.
-
-    It replaces the answer before it in the list, if any.
-    """
+    # The call for a result replaces the answer before it in the list, if any.
     call_id = result.get("tool_call_id")
     name = result.get("name") or names.get(call_id) or "tool"
     message = _calling(_call(call_id or _ID.format(0), name, {}))
@@ -164,7 +162,6 @@ def _numbered(messages: Messages) -> Messages:
 
 
 def _answered(messages: Messages) -> Messages:
-    """Return a conversation with an empty answer between calls and the next user message."""
     answered: Messages = []
     for message in messages:
         is_after_call = answered and (
@@ -177,7 +174,6 @@ def _answered(messages: Messages) -> Messages:
 
 
 def _in_words(messages: Messages) -> Messages:
-    """Return a conversation with calls and results as text of the assistant and the user."""
     groups: list[Messages] = []
     is_result = False
     for message in messages:
@@ -228,3 +224,21 @@ def _alternating(messages: Messages, apart: dict[str, Any] | None) -> Messages:
         else:
             groups.append([message])
     return [_joined(group) for group in groups]
+
+
+def harmony_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation in the form that gpt-oss's chat template can render.
+
+    The template renders one call per message, names only the result that follows it, and refuses
+    content beside thoughts and calls. So each call becomes a message of its own before its result,
+    and such content is appended to the thoughts.
+    """
+    return [_with_thoughts(message) for message in single_calls(messages)]
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    fields = {key: value for key, value in message.items() if key not in _THOUGHTS}
+    thoughts = "\n\n".join(filter(None, (message.get("thinking"), message.get("content"))))
+    return {**fields, "content": "", **({"thinking": thoughts} if thoughts else {})}

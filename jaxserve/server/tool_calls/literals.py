@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-from jaxserve.server.schema.arguments import is_within
+from jaxserve.server.schema.decode import is_within
 from jaxserve.text.json_schemas import TYPE_NAMES, place_of, value_at
 
 _JSON_STOPS = re.compile(r'["\\{}\[\]]')
@@ -123,10 +123,9 @@ def _no_number(name: str) -> NoReturn:
 
 
 def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Parse a list of Python calls with keyword arguments only: `[f(a=1, b="x"), g()]`.
+    """Return the name and the arguments of each call in a list like `[f(a=1, b="x"), g()]`.
 
-    Returns:
-        The name and the arguments of each call.
+    The list is in Python syntax. Calls have keyword arguments only.
 
     Raises:
         ValueError: the text is not such a list.
@@ -186,9 +185,7 @@ class Cursor:
             raise ValueError(f"no {mark} at {self._position}")
 
     def between(self, end: str) -> None:
-        """Consume a comma between items, unless the closing text `end` comes next (it is not
-        taken).
-        """
+        """Consume a comma between items, unless the closing text `end`, which stays, comes next."""
         self._skip()
         if not self._text.startswith(end, self._position):
             self.expect(",")
@@ -282,11 +279,7 @@ _MAX_DIGITS = 4000
 
 
 def property_schema(schema: dict[str, Any], name: str) -> Any:
-    """Return the schema of property `name` of an object schema, with references resolved.
-
-    Returns:
-        The schema of the property, {} if it is unknown.
-    """
+    """Return the schema of a property of an object schema, references resolved, or {}."""
     properties = resolve(schema, schema).get("properties")
     value_schema = properties.get(name) if isinstance(properties, dict) else None
     return resolve(value_schema, schema)
@@ -339,7 +332,6 @@ def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
     if it is not JSON.
 
     Args:
-        text: the value as the model wrote it.
         root: schema in which references are resolved.
 
     Raises:

@@ -13,25 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.server.tool_calls import literals, text_feed
 from jaxserve.server.tool_calls.answer_parts import NAME, Tools, WrittenCall, make_call
-from jaxserve.server.tool_calls.call_context import CallBody, CallContext, after_space, shape_of
-from jaxserve.server.tool_calls.literals import (
-    EndFinder,
-    RepeatedKey,
-    convert,
-    property_schema,
-    read_json,
-    types_of,
-)
-from jaxserve.server.tool_calls.text_feed import (
-    MAX_HEAD,
-    FormatMismatch,
-    Reading,
-    RepeatedArgument,
-    TextFeed,
-    UncallableCall,
-    any_of,
-    result_of,
+from jaxserve.server.tool_calls.call_context import (
+    CallBody,
+    CallContext,
+    after_space,
+    only_end,
+    shape_of,
 )
 
 
@@ -42,15 +31,11 @@ class TagCall(CallBody):
     the end of the call. Opening tags within a value are counted, so that a balanced quotation is
     part of the value. If counting finds no end, opening tags are ignored, provided that only one
     end tag can end the value.
-
-    Attributes:
-        end: text after all parameters.
-        trims: True if one line break on either side of a value is not part of it.
-        whole: texts before and after a JSON object that holds all arguments.
     """
 
-    end: str
-    trims: bool = False
+    end: str  # text after all parameters
+    trims: bool = False  # True if one line break on either side of a value is not part of it
+    # Texts before and after a JSON object that holds all arguments.
     whole: tuple[str, str] = ("", "")
 
     @property
@@ -81,29 +66,31 @@ class TagCall(CallBody):
 
     def is_text(self, match: re.Match[str], schema: dict[str, Any]) -> bool:
         """Return whether the schema allows a string as the value of a matched parameter."""
-        types = types_of(property_schema(schema, self._name(match)), schema)
+        types = literals.types_of(literals.property_schema(schema, self._name(match)), schema)
         return not types or "string" in types
 
     def opens(self, text: str, position: int) -> bool:
         """Return whether a parameter begins at `position`."""
-        return self.opening().match(text, position, position + MAX_HEAD) is not None
+        return self.opening().match(text, position, position + text_feed.MAX_HEAD) is not None
 
     def counts(self, text: str, position: int) -> bool:
         """Return whether the opening tag at `position`, within a value, counts as nested."""
         return self.opens(text, position)
 
     def _value(self, raw: str, match: re.Match[str], schema: dict[str, Any]) -> Any:
-        return convert(raw, property_schema(schema, self._name(match)), schema)
+        return literals.convert(raw, literals.property_schema(schema, self._name(match)), schema)
 
-    def _take_head(self, source: TextFeed) -> Reading[tuple[re.Match[str], str]]:
+    def _take_head(
+        self, source: text_feed.TextFeed
+    ) -> text_feed.Reading[tuple[re.Match[str], str]]:
         return (yield from source.match(self._head())), ""
 
-    def begins(self, source: TextFeed) -> Reading[None]:
+    def begins(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:
         yield from source.match(self._head())
 
     def read(
-        self, source: TextFeed, tools: Tools, context: CallContext
-    ) -> Reading[list[WrittenCall]]:
+        self, source: text_feed.TextFeed, tools: Tools, context: CallContext
+    ) -> text_feed.Reading[list[WrittenCall]]:
         head, behind = yield from self._take_head(source)
         context.layout.note_head(head, behind)
         name = self._name(head)
@@ -113,17 +100,19 @@ class TagCall(CallBody):
                 if match is not None:
                     more = {self._name(match): self._value(raw, match, schema)}
                 else:
-                    more = {} if raw == "null" else read_json(raw)
+                    more = {} if raw == "null" else literals.read_json(raw)
                 is_good = is_good and isinstance(more, dict) and not more.keys() & values.keys()
             except ValueError:
                 is_good = False
             if is_good:
                 values |= more
         if not is_good:
-            raise RepeatedArgument if name in tools else UncallableCall
+            raise text_feed.RepeatedArgument if name in tools else text_feed.UncallableCall
         return [make_call(name, values)]
 
-    def read_formed(self, source: TextFeed, tools: Tools) -> Reading[list[WrittenCall]]:
+    def read_formed(
+        self, source: text_feed.TextFeed, tools: Tools
+    ) -> text_feed.Reading[list[WrittenCall]]:
         """Consume and return a call that a grammar has formed, so that no value contains one of its
         tags.
         """
@@ -146,7 +135,7 @@ class TagCall(CallBody):
             try:
                 values[self._name(match)] = self._value(raw, match, schema)
             except ValueError:
-                raise FormatMismatch from None
+                raise text_feed.FormatMismatch from None
 
 
 class _Values:
@@ -159,9 +148,9 @@ class _Values:
         self._text = text
         self._context = context
         self._schema = schema
-        self._tags = any_of(call.value_tags)
+        self._tags = text_feed.any_of(call.value_tags)
 
-    def values(self, source: TextFeed) -> Iterator[tuple[re.Match[str] | None, str]]:
+    def values(self, source: text_feed.TextFeed) -> Iterator[tuple[re.Match[str] | None, str]]:
         """Consume the parameters and the end of the call.
 
         Yields:
@@ -183,9 +172,9 @@ class _Values:
                 source.take_to(start + len(call.end))
                 self._context.take_end(text, source.position)
                 return
-            match = call.opening().match(text, start, start + MAX_HEAD)
+            match = call.opening().match(text, start, start + text_feed.MAX_HEAD)
             if match is None:
-                raise FormatMismatch
+                raise text_feed.FormatMismatch
             layout.note("first" if is_first else "parameter", text[source.position : start])
             layout.note("tag", shape_of(match))
             is_first = False
@@ -199,11 +188,11 @@ class _Values:
             source.take_to(end + len(call.value_tags[1]))
             yield match, raw
 
-    def _whole(self, source: TextFeed) -> str:
-        result_of(source.skip_space())
-        raw = result_of(source.takes("null")) or result_of(source.bracketed())
-        result_of(source.skip_space())
-        result_of(source.expect(self._call.whole[1]))
+    def _whole(self, source: text_feed.TextFeed) -> str:
+        text_feed.result_of(source.skip_space())
+        raw = text_feed.result_of(source.takes("null")) or text_feed.result_of(source.bracketed())
+        text_feed.result_of(source.skip_space())
+        text_feed.result_of(source.expect(self._call.whole[1]))
         return raw
 
     def _continues(self, position: int) -> bool:
@@ -225,7 +214,7 @@ class _Values:
             return None
         if self._call.is_text(match, self._schema):
             return None
-        end = EndFinder().find(text, start)
+        end = literals.EndFinder().find(text, start)
         layout.num_searched += (len(text) if end is None else end) - start
         if end is None:
             return None
@@ -240,7 +229,7 @@ class _Values:
             FormatMismatch: no tag can end the value, or counting finds no end and several tags are
                 possible.
         """
-        tag, depth, ends = self._call.value_tags[1], 0, list[int]()
+        tag, depth = self._call.value_tags[1], 0
         for match in self._tags.finditer(self._text, start):
             if match[0] != tag:
                 depth += self._call.counts(self._text, match.start())
@@ -248,20 +237,16 @@ class _Values:
                 depth -= 1
             elif self._continues(match.end()):
                 return match.start()
-        for match in self._tags.finditer(self._text, start):
-            if match[0] == tag and self._continues(match.end()):
-                ends.append(match.start())
-                if len(ends) > 1:
-                    break
-        if len(ends) != 1:
-            raise FormatMismatch
-        return ends[0]
+        end = only_end(self._tags.finditer(self._text, start), tag, self._continues)
+        if end is None:
+            raise text_feed.FormatMismatch
+        return end
 
 
 def _is_json(text: str) -> bool:
     try:
-        read_json(text)
-    except RepeatedKey:
+        literals.read_json(text)
+    except literals.RepeatedKey:
         return True
     except ValueError:
         return False
@@ -275,33 +260,21 @@ def _final(value_end: str, end: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class XmlCall(TagCall):
-    """Call with one named tag per argument: `<function=f><parameter=a>1</parameter></function>`.
+    """Call with one named tag per argument: `<function=f><parameter=a>1</parameter></function>`."""
 
-    Args:
-        parameter: text before the name of a parameter.
-        parameter_end: text after the value of a parameter.
-        end: text after the last parameter.
-        outer_end: text after `end` that closes the section around the call.
-        is_quoted: True if names are quoted.
-        trims: True if one line break on either side of a value is not part of it.
-        types: name of the attribute that tells strings ("true" or "string") from other values.
-        before: text between the marker of the call and its name.
-        tag_end: text that ends a tag after its attributes.
-        whole: texts before and after a JSON object that holds all arguments.
-        is_escaped: True if names are HTML-escaped.
-    """
-
-    parameter: str
-    parameter_end: str
-    end: str
-    outer_end: str
-    is_quoted: bool = False
-    trims: bool = False
+    parameter: str  # text before the name of a parameter
+    parameter_end: str  # text after the value of a parameter
+    end: str  # text after the last parameter
+    outer_end: str  # text after `end` that closes the section around the call
+    is_quoted: bool = False  # True if names are quoted
+    trims: bool = False  # True if one line break on either side of a value is not part of it
+    # Name of the attribute that tells strings ("true" or "string") from other values.
     types: str = ""
-    before: str = ""
-    tag_end: str = ">"
+    before: str = ""  # text between the marker of the call and its name
+    tag_end: str = ">"  # text that ends a tag after its attributes
+    # Texts before and after a JSON object that holds all arguments.
     whole: tuple[str, str] = ("", "")
-    is_escaped: bool = False
+    is_escaped: bool = False  # True if names are HTML-escaped
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -330,7 +303,9 @@ class XmlCall(TagCall):
             raw = raw.removeprefix("\n").removesuffix("\n")
         if not self.types or match["type"] is None:
             return super()._value(raw, match, schema)
-        return raw if self.is_text(match, schema) else convert(raw, {"type": "json"}, schema)
+        return (
+            raw if self.is_text(match, schema) else literals.convert(raw, {"type": "json"}, schema)
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -344,17 +319,11 @@ def _opening(before: str, is_quoted: bool, types: str, end: str) -> re.Pattern[s
 
 @dataclass(frozen=True)
 class KeyedCall(TagCall):
-    """Call as a name and tagged pairs: `f<arg_key>a</arg_key><arg_value>1</arg_value>`.
+    """Call as a name and tagged pairs: `f<arg_key>a</arg_key><arg_value>1</arg_value>`."""
 
-    Args:
-        end: text after all pairs.
-        after: marker that may follow the name of the function.
-        suffix: text at the end of the name of each tag.
-    """
-
-    end: str
-    after: str = ""
-    suffix: str = ""
+    end: str  # text after all pairs
+    after: str = ""  # marker that may follow the name of the function
+    suffix: str = ""  # text at the end of the name of each tag
 
     @property
     def tags(self) -> tuple[str, str, str, str]:
@@ -377,7 +346,9 @@ class KeyedCall(TagCall):
     def _head(self) -> re.Pattern[str]:
         return _KEYED_HEAD
 
-    def _take_head(self, source: TextFeed) -> Reading[tuple[re.Match[str], str]]:
+    def _take_head(
+        self, source: text_feed.TextFeed
+    ) -> text_feed.Reading[tuple[re.Match[str], str]]:
         match, _ = yield from super()._take_head(source)
         return match, (yield from source.takes(self.after))
 

@@ -40,17 +40,12 @@ class TextFeed:
     Readers are generators: they consume text from the read position on, and yield to wait for more.
     Consumed text is not scanned again, so the total cost is linear in the length of the text,
     however it is divided into pieces.
-
-    Attributes:
-        text: the text available now. It begins at or before the read position.
-        position: index in `text` of the first character that has not been consumed.
-        is_final: True if no more text will be added.
     """
 
     def __init__(self) -> None:
-        self.text = ""
-        self.position = 0
-        self.is_final = False
+        self.text = ""  # the text available now. It begins at or before the read position.
+        self.position = 0  # index in `text` of the first character that has not been consumed
+        self.is_final = False  # True if no more text will be added
         self._taken: list[str] = []
 
     def add(self, text: str, final: bool) -> None:

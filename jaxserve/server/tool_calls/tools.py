@@ -12,23 +12,14 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.schema.arguments import is_within
+from jaxserve.server.schema.decode import is_within
 from jaxserve.server.schema.openai import ChatRequest, NamedTool, ResponseFormat, Tool
 from jaxserve.server.schema.sampling import answer_schema
 from jaxserve.server.schema.tools import CUSTOM_PARAMETERS
 from jaxserve.server.tool_calls.answer_parts import NAME, Beside, Tools
-from jaxserve.server.tool_calls.call_bodies import (
-    Body,
-    HeadedCall,
-    JsonCall,
-    KeyedCall,
-    PythonCalls,
-    XmlCall,
-)
 from jaxserve.server.tool_calls.call_rules import Unformable, arguments_schema
 from jaxserve.server.tool_calls.formats import CALL_FORMATS, DEFAULT_FORMAT, CallFormat
-from jaxserve.server.tool_calls.gemma import BracedCall
-from jaxserve.server.tool_calls.grammar import MAX_CALLS, Function, grammar_of_calls
+from jaxserve.server.tool_calls.grammar import MAX_CALLS, CallGrammar, Function
 from jaxserve.structured import MAX_SCHEMA_BYTES, plain_schema
 from jaxserve.text.grammars import lark_problem, schema_problem
 from jaxserve.text.json_schemas import EnforceableSchemas, UnenforceableSchema, well_formed
@@ -42,42 +33,29 @@ _ANY = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class CallUse:
-    """Calls that an answer may contain.
-
-    Attributes:
-        is_certain: True if a grammar enforces every call.
-        beside: text that the grammar allows in addition to calls.
-        raw: names of tools whose calls contain raw text.
-    """
+    """Calls that an answer may contain."""
 
     call_format: CallFormat
     tools: Tools
-    is_certain: bool
+    is_certain: bool  # True if a grammar enforces every call
     parallel: bool
-    beside: Beside = Beside.TEXT
-    raw: frozenset[str] = frozenset()
+    beside: Beside = Beside.TEXT  # text that the grammar allows in addition to calls
+    raw: frozenset[str] = frozenset()  # names of tools whose calls contain raw text
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tools of one request, and how its answer may call them.
+    """Tools of one request, and how its answer may call them."""
 
-    Attributes:
-        calls: calls that the answer may contain.
-        described: tools in the form of chat templates.
-        grammar: grammar of the answer, None if the answer is unconstrained.
-        is_named: True if the request names the tool to call.
-        holds_thoughts: True if the grammar may include the thoughts, where the format allows it.
-    """
-
-    calls: CallUse
-    described: list[dict[str, Any]]
-    grammar: str | None
-    is_named: bool
+    calls: CallUse  # calls that the answer may contain
+    described: list[dict[str, Any]]  # tools in the form of chat templates
+    grammar: str | None  # grammar of the answer, None if the answer is unconstrained
+    is_named: bool  # True if the request names the tool to call
+    # True if the grammar may include the thoughts, where the format allows it.
     holds_thoughts: bool = True
 
 
-def check_tools(tools: list[Tool], field: str = "tools") -> None:
+def check_tools(tools: list[Tool]) -> None:
     """Check the number, total size, names and nesting depth of tools.
 
     Schemas are checked later, when a grammar is built from them.
@@ -86,23 +64,23 @@ def check_tools(tools: list[Tool], field: str = "tools") -> None:
         InvalidRequest: the message names the tool and the fault.
     """
     if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"{field} takes at most {MAX_TOOLS} tools, got {len(tools)}", field)
+        raise InvalidRequest(f"tools takes at most {MAX_TOOLS} tools, got {len(tools)}", "tools")
     if len(msgspec.json.encode(tools)) > MAX_TOOLS_BYTES:
-        raise InvalidRequest(f"{field} takes at most {MAX_TOOLS_BYTES} bytes", field)
+        raise InvalidRequest(f"tools takes at most {MAX_TOOLS_BYTES} bytes", "tools")
     seen = set()
     for tool in tools:
         name = tool.function.name
         if not _NAME.fullmatch(name):
             raise InvalidRequest(
-                f"{field}: a name must be 1 to 128 of a-z, A-Z, 0-9, _, . and -, got {name[:60]!r}",
-                field,
+                f"tools: a name must be 1 to 128 of a-z, A-Z, 0-9, _, . and -, got {name[:60]!r}",
+                "tools",
             )
         if name in seen:
-            raise InvalidRequest(f"{field}: {name!r} is there twice", field)
+            raise InvalidRequest(f"tools: {name!r} is there twice", "tools")
         seen.add(name)
         if not is_within(tool.function.parameters, MAX_DEPTH):
             raise InvalidRequest(
-                f"{field}: parameters of {name!r} are nested deeper than {MAX_DEPTH}", field
+                f"tools: parameters of {name!r} are nested deeper than {MAX_DEPTH}", "tools"
             )
 
 
@@ -142,7 +120,6 @@ def tool_use(
     Args:
         parser: name of the model's call format, or None if it is unknown.
         allows_auto: True if the server lets the model choose to call.
-        spell: function that returns a marker as a term of a Lark grammar.
 
     Raises:
         InvalidRequest: the message names the field.
@@ -170,7 +147,7 @@ def tool_use(
     grammar, may_think = None, body.thinking_token_budget is None
     if not is_auto or answer is not None or any(tool.function.strict for tool in tools):
         form = partial(
-            grammar_of_calls,
+            CallGrammar,
             functions=[_function(tool, schemas, not is_auto) for tool in callable_tools],
             spell=spell,
             most=MAX_CALLS if parallel else 1,
@@ -194,19 +171,15 @@ def _named_tools(tools: list[Tool], choice: NamedTool) -> list[Tool]:
     return named
 
 
-def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple[CallFormat, str]:
-    """Return a grammar of calls in the model's format, or in the default format if that fails.
+def _formed(
+    call_format: CallFormat, form: Callable[[CallFormat], CallGrammar]
+) -> tuple[CallFormat, str]:
+    """Return the format of calls and its grammar: the model's, or the default format if that fails.
 
     The format fails if it cannot express a schema, or if its grammar is too large.
-
-    Returns:
-        The format that was used, and the grammar.
-
-    Raises:
-        InvalidRequest: the grammar is too large in both formats.
     """
     try:
-        grammar = form(call_format)
+        grammar = form(call_format).text()
         if len(grammar) <= MAX_SCHEMA_BYTES:  # tagged calls have larger grammars than JSON
             return call_format, grammar
     except Unformable:
@@ -214,7 +187,7 @@ def _formed(call_format: CallFormat, form: Callable[[CallFormat], str]) -> tuple
     if call_format.is_harmony:  # its reader does not find calls of other formats
         raise _too_large()
     call_format = CALL_FORMATS[DEFAULT_FORMAT]
-    grammar = form(call_format)
+    grammar = form(call_format).text()
     if len(grammar) > MAX_SCHEMA_BYTES:
         raise _too_large()
     return call_format, grammar
@@ -278,32 +251,9 @@ def described(tools: list[Tool]) -> list[dict[str, Any]]:
     return descriptions
 
 
-def introduce(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]], call_format: CallFormat, role: str
-) -> list[dict[str, Any]]:
-    """Return messages with a description of the tools, for a chat template that does not render
-    tools.
-
-    Args:
-        role: role of the message with the description, "system" or "user". It is added to the first
-            message if that has this role, otherwise put before it.
-    """
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = (
-        "You can call functions. These are their names and the JSON schemas of their arguments:\n"
-        f"{listed}\nA call is written like this:\n{example_of(call_format)}"
-    )
-    if messages and messages[0]["role"] == role:
-        content = messages[0]["content"]
-        parts = (content, text) if role == "system" else (text, content)
-        return [{**messages[0], "content": "\n\n".join(filter(None, parts))}, *messages[1:]]
-    return [{"role": role, "content": text}, *messages]
-
-
 def _answer_schema(
     response_format: ResponseFormat | None, schemas: EnforceableSchemas
 ) -> dict[str, Any] | None:
-    """Return the JSON schema of an answer without calls, or None if it is unconstrained."""
     answer = answer_schema(response_format)
     if answer is None:
         is_object = response_format is not None and response_format.type == "json_object"
@@ -312,44 +262,3 @@ def _answer_schema(
         return schemas.get(plain_schema(answer[0]), answer[1], "an answer")
     except UnenforceableSchema as error:
         raise InvalidRequest(f"response_format: at {error}", "response_format") from None
-
-
-def example_of(form: CallFormat) -> str:
-    """Return an example call of a function NAME in a call format."""
-    before, after = form.section
-    body = _example(form.body)
-    if form.is_harmony:
-        return f"{form.mark}{body}{form.close}"
-    if form.is_array and isinstance(form.body, JsonCall):
-        body = f"[{body}]"
-    if form.is_optional_mark:
-        return body
-    if isinstance(form.body, JsonCall) and not form.is_array and not before:
-        body = f"\n{body}\n"
-    return f"{before}{form.mark}{body}{form.close}{after}"
-
-
-def _example(body: Body) -> str:
-    match body:
-        case JsonCall(is_keyed=True):
-            return '{"NAME": {...}}'
-        case JsonCall():
-            return f'{{"{body.name}": "NAME", "{body.arguments}": {{...}}}}'
-        case HeadedCall():
-            number = ":0" if body.is_numbered else ""
-            between = "" if body.before else " "
-            return f"{body.before}NAME{number}{body.after or between}{{...}}{body.tail}"
-        case PythonCalls():
-            return "[NAME(ARGUMENT=VALUE, ...)]" if body.is_list else "NAME(ARGUMENT=VALUE, ...)"
-        case XmlCall():
-            quote = '"' if body.is_quoted else ""
-            value = "\nVALUE\n" if body.trims else "VALUE"
-            close = f"{quote}{body.tag_end}"
-            parameter = f"{body.parameter}{quote}ARGUMENT{close}{value}{body.parameter_end}"
-            return f"{body.before}{quote}NAME{close}\n{parameter}\n...\n{body.end}\n"
-        case KeyedCall():
-            key, key_end, start, end = body.tags
-            pair = f"{key}ARGUMENT{key_end}\n{start}VALUE{end}"
-            return f"NAME{body.after}\n{pair}\n...\n{body.end}"
-        case BracedCall():
-            return f"call:NAME{{ARGUMENT:{body.quote}VALUE{body.quote},...}}"

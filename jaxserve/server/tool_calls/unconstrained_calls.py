@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxserve.server.tool_calls import text_feed
 from jaxserve.server.tool_calls.answer_parts import Tools, WrittenCall
 from jaxserve.server.tool_calls.call_bodies import PythonCalls, XmlCall
 from jaxserve.server.tool_calls.call_context import CallContext, CallLayout
 from jaxserve.server.tool_calls.formats import CallFormat
 from jaxserve.server.tool_calls.gemma import BracedCall
 from jaxserve.server.tool_calls.tagged_calls import TagCall
-from jaxserve.server.tool_calls.text_feed import (
-    FormatMismatch,
-    IncompleteCall,
-    Reading,
-    RepeatedArgument,
-    TextFeed,
-    UncallableCall,
-    any_of,
-    result_of,
-)
 
 # After this many markers without a call, further markers are ignored.
 MAX_MALFORMED = 64
@@ -27,18 +18,12 @@ MAX_MALFORMED = 64
 
 @dataclass(frozen=True)
 class _Text:
-    """Part of the text that is content.
+    """Part of the text that is content."""
 
-    Attributes:
-        start: index of its first character in the text.
-        end: index after its last character.
-        is_read: True if it is a whole call of an unknown tool, whose end is certain.
-        is_failed: True if it follows a call without an end, or is a call with a repeated argument.
-    """
-
-    start: int
-    end: int
-    is_read: bool = False
+    start: int  # index of its first character in the text
+    end: int  # index after its last character
+    is_read: bool = False  # True if it is a whole call of an unknown tool, whose end is certain
+    # True if it follows a call without an end, or is a call with a repeated argument.
     is_failed: bool = False
 
 
@@ -57,7 +42,7 @@ class UnconstrainedCalls:
     def __init__(self, form: CallFormat, tools: Tools, text: str, num_malformed: int = 0) -> None:
         self._form = form
         self._tools = tools
-        self._source = TextFeed()
+        self._source = text_feed.TextFeed()
         self._source.add(text, True)
         self._num_malformed = num_malformed
         self._layout = CallLayout()
@@ -87,7 +72,7 @@ class UnconstrainedCalls:
         ]
 
     def _read_blocks(self) -> None:
-        source, pattern = self._source, any_of(self._form.starts)
+        source, pattern = self._source, text_feed.any_of(self._form.starts)
         while not source.is_empty:
             match = None
             if self._num_malformed < MAX_MALFORMED:
@@ -115,9 +100,9 @@ class UnconstrainedCalls:
         source = self._source
         source.settle()
         try:
-            inner = result_of(inner_mark(source, self._form, mark))
-            result_of(self._form.body.begins(source))
-        except FormatMismatch:
+            inner = text_feed.result_of(inner_mark(source, self._form, mark))
+            text_feed.result_of(self._form.body.begins(source))
+        except text_feed.FormatMismatch:
             source.rewind()
             self._num_malformed += 1
             self._say(start, source.position)
@@ -127,7 +112,7 @@ class UnconstrainedCalls:
         if self._had_section and is_apart:
             self._is_parted = self._is_parted or self._has_values
         behind = source.position
-        result_of(inner_mark(source, self._form, mark))
+        text_feed.result_of(inner_mark(source, self._form, mark))
         if inner:
             self._in_section = self._had_section = True
             place = "section" if self._form.has_own_section else "gap"
@@ -145,28 +130,27 @@ class UnconstrainedCalls:
 
         Args:
             start: index from which the text is content if the calls fail.
-            mark: marker before the calls, or "".
         """
         source, form, context = self._source, self._form, self._context()
         calls, is_good, is_read, good_end = list[WrittenCall](), True, True, start
         num_values = self._layout.num_values
         try:
-            result_of(open_list(source, form))
+            text_feed.result_of(open_list(source, form))
             while True:
                 try:
-                    calls += result_of(form.body.read(source, self._tools, context))
-                except UncallableCall as error:
-                    is_good, is_read = False, not isinstance(error, RepeatedArgument)
+                    calls += text_feed.result_of(form.body.read(source, self._tools, context))
+                except text_feed.UncallableCall as error:
+                    is_good, is_read = False, not isinstance(error, text_feed.RepeatedArgument)
                 end = source.position
                 good_end = end if is_good else good_end
-                if not result_of(follows_in_list(source, form)):
+                if not text_feed.result_of(follows_in_list(source, form)):
                     break
-        except FormatMismatch:
+        except text_feed.FormatMismatch:
             source.take_to(len(source.text))
             self._parts += [None, *calls] if is_good and calls else []
             self._say(good_end if is_good and calls else start, source.position, is_failed=True)
             return
-        if result_of(take_closes(source, form, mark)):
+        if text_feed.result_of(take_closes(source, form, mark)):
             self._in_section = False
         self._call_end = source.position
         if self._layout.num_values > num_values:
@@ -187,12 +171,9 @@ class UnconstrainedCalls:
         return CallContext(form.mark, form.close, ends, self._layout)
 
     def _is_doubtful(self) -> bool:
-        """Return whether the calls may be quoted within another call.
-
-        Then the end of the other call follows them. It may look like the end of the last call, if
-        other text separates that call from the one before, or if the white space between tags
-        changes.
-        """
+        # If the calls are quoted within another call, the end of the other call follows them. It
+        # may look like the end of the last call, if other text separates that call from the one
+        # before.
         if self._is_mixed or not self._layout.is_regular:
             return True
         is_behind = False
@@ -213,7 +194,9 @@ class UnconstrainedCalls:
         if final is not None and final.search(text):
             return True
         depths = dict.fromkeys(pairs, 0)
-        for match in any_of(tuple(mark for pair in pairs for mark in pair)).finditer(text):
+        for match in text_feed.any_of(tuple(mark for pair in pairs for mark in pair)).finditer(
+            text
+        ):
             for pair in pairs:
                 depths[pair] += (match[0] == pair[0]) - (match[0] == pair[1])
                 if depths[pair] < 0:
@@ -237,11 +220,8 @@ def call_ends(form: CallFormat) -> tuple[str, ...]:
     return tuple(end for end in ends if end and "```" not in end)
 
 
-def inner_mark(source: TextFeed, form: CallFormat, mark: str) -> Reading[str]:
-    """Consume and return the marker of a call after the section marker `mark`.
-
-    Returns:
-        The marker of the call, or "" if `mark` is itself the marker of a call.
+def inner_mark(source: text_feed.TextFeed, form: CallFormat, mark: str) -> text_feed.Reading[str]:
+    """Consume and return the marker of a call after `mark`, "" if `mark` is one and no section's.
 
     Raises:
         FormatMismatch: no call follows the section marker.
@@ -251,18 +231,22 @@ def inner_mark(source: TextFeed, form: CallFormat, mark: str) -> Reading[str]:
     yield from source.skip_space()
     inner = yield from source.takes(*form.starts[1:])
     if not inner:
-        raise IncompleteCall if source.is_cut(*form.starts[1:]) else FormatMismatch
+        raise (
+            text_feed.IncompleteCall
+            if source.is_cut(*form.starts[1:])
+            else text_feed.FormatMismatch
+        )
     return inner
 
 
-def open_list(source: TextFeed, form: CallFormat) -> Reading[None]:
+def open_list(source: text_feed.TextFeed, form: CallFormat) -> text_feed.Reading[None]:
     """Consume the bracket before a list of calls, if the format has one and it comes next."""
     if form.is_array and not form.is_python:
         yield from source.skip_space()
         yield from source.takes("[")
 
 
-def follows_in_list(source: TextFeed, form: CallFormat) -> Reading[bool]:
+def follows_in_list(source: text_feed.TextFeed, form: CallFormat) -> text_feed.Reading[bool]:
     """Consume the separator before the next call of a list. Return whether a call follows.
 
     The text consumed before is settled.
@@ -286,12 +270,8 @@ def close_of(form: CallFormat, mark: str) -> str:
     return {form.mark: form.close, **dict(form.others)}.get(mark, "")
 
 
-def take_closes(source: TextFeed, form: CallFormat, mark: str) -> Reading[bool]:
-    """Consume the texts that close calls. Return whether the end of their section was among them.
-
-    Args:
-        mark: marker before the call, or "".
-    """
+def take_closes(source: text_feed.TextFeed, form: CallFormat, mark: str) -> text_feed.Reading[bool]:
+    """Consume the texts that close calls. Return whether the end of their section was one."""
     close = close_of(form, mark)
     if form.is_array and not form.is_python:
         yield from source.takes_behind_space("]")

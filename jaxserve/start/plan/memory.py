@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxserve.execution.state import addressable_pages
 from jaxserve.models import ModelConfig
 from jaxserve.models.shards import group_of, local_kv_heads
-from jaxserve.scheduling.window_pages import longest_held
+from jaxserve.scheduling.page_pool import longest_held
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import DeviceMemory
 from pallas_kernels.devices import GIB, DeviceLimits

@@ -1,0 +1,113 @@
+"""Changes of the prefix cache in the form of vLLM's KV events."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+
+from jaxserve.scheduling.page_index import Change, RemovedPages, StoredPages
+
+# vLLM's name for the memory of any device.
+MEDIUM = "GPU"
+
+
+class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """A change of the prefix cache."""
+
+
+class BlockStored(KVCacheEvent):
+    """Consecutive pages of one prefix that were added to the prefix cache."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    """Pages that were removed from the prefix cache."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    """All pages were removed from the prefix cache."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Events of one message."""
+
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int | None = None
+
+
+def block_hashes(keys: np.ndarray) -> list[int]:
+    """Return public digests of keys, u64[n, WORDS], as integers below 2**64.
+
+    Keys themselves are sums of secret numbers, and would reveal them.
+    """
+    data = keys.astype("<u8").tobytes()
+    size = keys.shape[1] * 8
+    return [
+        int.from_bytes(blake2b(data[i : i + size], digest_size=8).digest(), "big")
+        for i in range(0, len(data), size)
+    ]
+
+
+def events_of(change: Change, block_size: int, window: int | None) -> Iterator[Event]:
+    """Yield the events of a change of the prefix cache.
+
+    Args:
+        window: the attention window if all layers have the same, otherwise None.
+    """
+    if isinstance(change, StoredPages):
+        kind = "full_attention" if window is None else "sliding_window"
+        hashes, parents = block_hashes(change.keys), block_hashes(change.parents)
+        salts = iter(change.salts)
+        extra = [
+            (salt,) if nth == 0 and (salt := next(salts)) else None for nth in change.nth.tolist()
+        ]
+        follows = (np.diff(change.slots) == 0) & (np.diff(change.nth) == 1)
+        ends = [*((~follows).nonzero()[0] + 1).tolist(), len(hashes)]
+        for first, end in itertools.pairwise([0, *ends]):
+            yield BlockStored(
+                block_hashes=hashes[first:end],
+                parent_block_hash=parents[first] if change.nth[first] else None,
+                token_ids=change.tokens[first:end].ravel().tolist(),
+                block_size=block_size,
+                lora_id=None,
+                medium=MEDIUM,
+                lora_name=None,
+                extra_keys=extra[first:end],
+                group_idx=0,
+                kv_cache_spec_kind=kind,
+                kv_cache_spec_sliding_window=window,
+            )
+    elif isinstance(change, RemovedPages):
+        yield BlockRemoved(block_hashes(change.keys), MEDIUM, group_idx=0)
+    else:
+        yield AllBlocksCleared()
+
+
+def batch_of(changes: Iterable[Change], block_size: int, window: int | None) -> bytes:
+    """Return the events of changes as the payload of one message, in msgpack."""
+    events = [event for change in changes for event in events_of(change, block_size, window)]
+    return msgspec.msgpack.encode(KVEventBatch(time.time(), events, 0))
