@@ -28,8 +28,7 @@ from jaxserve.execution.state import (
 )
 from jaxserve.models import Decoder
 from jaxserve.models.paged import PagedStep
-from jaxserve.models.panels import with_num_rows
-from jaxserve.models.quantized import with_implementation
+from jaxserve.models.placed_weight import with_implementation, with_num_rows
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
 if TYPE_CHECKING:

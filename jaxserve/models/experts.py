@@ -23,8 +23,7 @@ from jaxserve.models.family import FamilyTraits
 from jaxserve.models.layers import build_mlp, squared
 from jaxserve.models.linear import accumulator, constant, matmul, normal, value_of, weight
 from jaxserve.models.paged import LogicalAxes, PagedStep
-from jaxserve.models.panels import BlockPanels, PanelWeight, QuantizedPanels
-from jaxserve.models.quantized import QuantizedExperts
+from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.models.routing import Router, route
 from jaxserve.models.token_rounding import TokenRounded, rounded_rows
 from pallas_kernels import grouped_matmul, sigmoid
@@ -177,8 +176,7 @@ class SparseMLP(nnx.Module):
 
 def _product(
     x: Float[Array, "A I"],
-    w: Float[Array, "E I ..."]
-    | (QuantizedExperts | PanelWeight | QuantizedPanels | BlockPanels | TokenRounded),
+    w: Float[Array, "E I ..."] | PlacedWeight | TokenRounded,
     sizes: Int32[Array, " E"],
     implementation: str,
 ) -> Float[Array, "A ..."]:
@@ -193,9 +191,7 @@ def _product(
             return _product(numbers * scales, w.weight, sizes, implementation)
         y = _product(numbers.astype(x.dtype), w.weight, sizes, implementation)
         return y * scales.reshape(-1, *[1] * (y.ndim - 1))
-    if isinstance(w, PanelWeight | QuantizedPanels | BlockPanels):
-        return w.grouped(x, sizes)
-    if isinstance(w, QuantizedExperts):
+    if isinstance(w, PlacedWeight):
         return w.grouped(x, sizes, implementation)
     flat = w.reshape(*w.shape[:2], -1)
     y = grouped_matmul(x, flat, sizes, implementation=implementation)

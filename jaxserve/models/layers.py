@@ -24,7 +24,7 @@ from jaxserve.models.linear import (
     weight,
 )
 from jaxserve.models.paged import LogicalAxes
-from jaxserve.models.panels import BlockPanels, PanelWeight, with_num_rows
+from jaxserve.models.placed_weight import PlacedWeight, with_num_rows
 from pallas_kernels import (
     Activation,
     NormOptions,
@@ -211,7 +211,7 @@ class Embedding(nnx.Module):
 
     def _rows(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
         table = self.project[...] if self.tied else self.table[...]
-        if isinstance(table, PanelWeight | BlockPanels):
+        if isinstance(table, PlacedWeight):
             return table.columns(tokens)
         if self.tied:
             return jnp.take(table, tokens, axis=1, mode="clip").T

@@ -19,10 +19,8 @@ from jax.typing import DTypeLike
 import pallas_kernels
 from jaxserve.models.collectives import summed
 from jaxserve.models.config.split import ONE_DEVICE, Split
-from jaxserve.models.output_rows import QuantizedRows
 from jaxserve.models.paged import LogicalAxes
-from jaxserve.models.panels import BlockPanels, PanelWeight, QuantizedPanels
-from jaxserve.models.quantized import QuantizedWeight, SplitWeight
+from jaxserve.models.placed_weight import PlacedWeight, SplitWeight
 from jaxserve.models.token_rounding import TokenRounded
 from pallas_kernels import has_few_row_product
 from pallas_kernels.devices import target_device
@@ -31,15 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 # Weights in another form than a plain array: quantized, or in the layout of our own product.
-Stored = (
-    QuantizedWeight
-    | SplitWeight
-    | QuantizedRows
-    | PanelWeight
-    | QuantizedPanels
-    | BlockPanels
-    | TokenRounded
-)
+Stored = PlacedWeight | SplitWeight | TokenRounded
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:

@@ -8,7 +8,7 @@ other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.models.output_rows import QuantizedRows
-from jaxserve.models.quantized import QuantizedWeight
+from jaxserve.models.placed_weight import PlacedWeight
 from pallas_kernels.devices import DeviceLimits, target_device
 
 if TYPE_CHECKING:
@@ -43,8 +42,7 @@ class TokenRounded:
     activations' dtype with float32 sums, which are equal below 2^24. The scales are applied last.
 
     Attributes:
-        weight: a QuantizedWeight, SplitWeight or QuantizedExperts, or one of them in another
-            layout.
+        weight: a `PlacedWeight` or `SplitWeight` in any layout.
         axis: mesh axis of the devices that have the other inputs of a row, or None if each has all.
     """
 
@@ -52,7 +50,7 @@ class TokenRounded:
     axis: str | None = field(default=None, metadata={"static": True})
 
     def __getitem__(self, index: EllipsisType) -> TokenRounded:
-        """Return self, as a QuantizedWeight does."""
+        """Return self, as a PlacedWeight does."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
@@ -95,23 +93,26 @@ def multiplies_integers(weight: Any, rows: int, device: DeviceLimits) -> bool:
     codes to floats in memory, one column block at a time, and codes are output-major there. Later
     GPUs widen codes in registers, which is as fast for few rows.
     """
-    if not isinstance(weight, QuantizedWeight | QuantizedRows) or device.capability < (7, 5):
+    if not isinstance(weight, PlacedWeight) or weight.scales is None or weight.in_panels:
         return False
-    by_output = isinstance(weight, QuantizedRows)
+    if device.capability < (7, 5):
+        return False
+    by_output = weight.layout == "output_major"
     groups = weight.scales.shape[1 if by_output else 0]
     is_plain = weight.form == "int8" and groups == 1 and weight.order is None
     return is_plain and (by_output or rows >= ROWS_OF_INTEGERS)
 
 
 def integer_product(
-    numbers: Float[Array, "T I"], weight: QuantizedWeight | QuantizedRows
+    numbers: Float[Array, "T I"], weight: PlacedWeight
 ) -> Float[Array, " T *outputs"]:
     """Multiply integers by int8 codes with sums in int32, then apply the weight's scales.
 
     The scales of the rows of `numbers` are left to the caller. Returns [T, *outputs] in the dtype
     of `numbers`.
     """
-    axis = 1 if isinstance(weight, QuantizedRows) else 0
+    assert weight.scales is not None
+    axis = 1 if weight.layout == "output_major" else 0
     codes: Int8[Array, "T I"] = numbers.astype(jnp.int8)
     dims = (((1,), (axis,)), ((), ()))
     sums: Int32[Array, "T O"] = lax.dot_general(
@@ -119,10 +120,3 @@ def integer_product(
     )
     y = sums.astype(numbers.dtype) * weight.scales.reshape(1, -1).astype(numbers.dtype)
     return y.reshape(len(numbers), *weight.outputs)
-
-
-def with_weight(value: Any, change: Any) -> Any:
-    """Return the parameter with its matrix replaced by `change(matrix)`, rounded or not."""
-    if isinstance(value, TokenRounded):
-        return replace(value, weight=change(value.weight))
-    return change(value)

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from jaxserve.models.config.strict_json import parse_object
-from jaxserve.weights.codes import Codes, CodesLayout
-from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
+from jaxserve.models.placed_weight import FULL
+from jaxserve.weights.host_matrix import HostMatrix
+from jaxserve.weights.packed_tensor import MatrixFormat, PackedTensor
 
 STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
 MAX_STATE_BYTES = 1 << 12
@@ -29,7 +30,7 @@ MAX_BLOCK = 1 << 16
 INT8_STEP = np.float32(1 / 127)
 
 
-def _read_4_bits(packed: PackedTensor) -> Codes | FullValues:
+def _read_4_bits(packed: PackedTensor) -> HostMatrix:
     outputs, inputs = packed.shape
     count = outputs * inputs
     state_name, state = _state(packed)
@@ -45,7 +46,7 @@ def _read_4_bits(packed: PackedTensor) -> Codes | FullValues:
     with np.errstate(all="ignore"):  # the caller reports overflows with the tensor's name
         values[:whole].reshape(-1, block)[...] *= absmax[: count // block, None]
         values[whole:] *= absmax[-1]
-    return FullValues(values.reshape(outputs, inputs))
+    return HostMatrix(FULL, values.reshape(outputs, inputs).T)
 
 
 def _absmax(
@@ -86,7 +87,7 @@ def _block(packed: PackedTensor, state_name: str, state: Mapping[str, Any], key:
     return size
 
 
-def _read_8_bits(packed: PackedTensor) -> Codes | FullValues:
+def _read_8_bits(packed: PackedTensor) -> HostMatrix:
     outputs, inputs = packed.shape
     values = packed.tensor(".weight", packed.shape, "int8")
     scales = packed.scales(".SCB", (outputs,)).astype(np.float32) * INT8_STEP
@@ -94,10 +95,10 @@ def _read_8_bits(packed: PackedTensor) -> Codes | FullValues:
         order = packed.tensor(".weight_format", (), "uint8")
         if order.item() != 0:
             raise packed.wrong(".weight_format", "is not 0; allowed: codes in rows")
-    return Codes("int8", values.T, scales[None], None, None, inputs)
+    return HostMatrix("int8", values.T, scales[None], group=inputs)
 
 
-BNB4 = Layout(
+BNB4 = MatrixFormat(
     ".weight",
     "uint8",
     (
@@ -109,13 +110,13 @@ BNB4 = Layout(
     ),
     (),
     _read_4_bits,
-    lambda _: None,
+    lambda packed: packed.described(FULL),
 )
-BNB8 = Layout(
+BNB8 = MatrixFormat(
     ".weight",
     "int8",
     (".SCB", ".weight_format"),
     (),
     _read_8_bits,
-    lambda packed: CodesLayout("int8", packed.shape[1], np.dtype(np.float32)),
+    lambda packed: packed.described("int8", np.float32, group=packed.shape[1]),
 )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.weights.codes import Codes, CodesLayout
-from jaxserve.weights.gguf.blocks import BlockRows, as_float16
+from jaxserve.weights.gguf.blocks import as_float16
+from jaxserve.weights.host_matrix import FLOAT16, HostMatrix
+from jaxserve.weights.layouts import is_shape
 from pallas_kernels.cpu.blocks import FORMATS, BlockFormat, unpacked
 
 
-def codes_of(rows: BlockRows) -> Codes:
-    """Convert a matrix of GGUF blocks to codes, with inputs as rows.
+def codes_of(rows: HostMatrix) -> HostMatrix:
+    """Convert a matrix of GGUF blocks, or the description of one, to codes with inputs as rows.
 
     Codes of at most 4 bits become int4. Wider codes, and formats with a table of values, become
     int8. Scales and minima are float16. Formats with one scale for 32 inputs keep its bits. The
@@ -18,8 +19,10 @@ def codes_of(rows: BlockRows) -> Codes:
     rounded to float16 below 2^-24 and above 2^15.
     """
     format_ = FORMATS[rows.form]
+    if is_shape(rows.values):
+        return described_codes(rows.form, (rows.inputs, rows.values.shape[0]))
     fields = {
-        name: rows.blocks[..., place.start : place.start + place.count * place.item]
+        name: rows.values[..., place.start : place.start + place.count * place.item]
         for name, place in format_.fields.items()
     }
     values = unpacked(fields["low"], format_.low)
@@ -42,9 +45,9 @@ def codes_of(rows: BlockRows) -> Codes:
             minima = as_float16(-(minima.astype(np.float32) * fields["minima"]))
 
     def turned(array: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(array.reshape(len(rows.blocks), -1).T)
+        return np.ascontiguousarray(array.reshape(len(rows.values), -1).T)
 
-    return Codes(
+    return HostMatrix(
         "int4" if is_int4 else "int8",
         turned(values if is_int4 else values.view(np.int8)),
         turned(scales),
@@ -54,12 +57,14 @@ def codes_of(rows: BlockRows) -> Codes:
     )
 
 
-def codes_layout(name: str) -> CodesLayout:
-    """Return the layout of the codes that `codes_of` makes of the blocks of GGUF format `name`."""
+def described_codes(name: str, shape: tuple[int, int]) -> HostMatrix:
+    """Return a description of the codes that `codes_of` returns of blocks of GGUF format `name`.
+
+    shape: numbers of inputs and of outputs.
+    """
     format_ = FORMATS[name]
-    half = np.dtype(np.float16)
-    form = "int4" if _is_int4(format_) else "int8"
-    return CodesLayout(form, format_.run, half, half if format_.has_minimum else None)
+    form, minima = "int4" if _is_int4(format_) else "int8", FLOAT16 if format_.has_minimum else None
+    return HostMatrix.described(form, shape, format_.run, zeros=minima)
 
 
 def _is_int4(format_: BlockFormat) -> bool:

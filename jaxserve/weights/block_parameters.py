@@ -5,32 +5,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from itertools import groupby
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
-from jaxserve.models.panels import BlockPanels
+from jaxserve.models.placed_weight import PlacedWeight, SplitWeight
 from jaxserve.models.weight_table import WeightName
 from jaxserve.settings.config import cpu_threads
 from jaxserve.weights.block_codes import codes_of
-from jaxserve.weights.codes import Codes
-from jaxserve.weights.expert_codes import fused_experts, stacked_codes
-from jaxserve.weights.fused_parameters import fused, fused_blocks, joined_blocks
-from jaxserve.weights.gguf.blocks import BlockRows
+from jaxserve.weights.fused_parameters import (
+    by_expert,
+    by_path,
+    contracted,
+    fused,
+    holds_experts,
+    joined,
+    stacked,
+)
 from jaxserve.weights.gguf.file import GgufTensor
 from jaxserve.weights.gguf.joined import JoinedTensor
+from jaxserve.weights.host_matrix import HostMatrix
 from jaxserve.weights.mxfp4 import PackedEntry
-from jaxserve.weights.placement import Finish, block_inputs, contracted, holds_experts
+from jaxserve.weights.placement import block_inputs
 from jaxserve.weights.safetensors import TensorEntry
-from jaxserve.weights.stacked_blocks import (
-    StackedBlocks,
-    read_rows,
-    stacked_blocks,
-    stacked_form,
-)
+from jaxserve.weights.stacked_blocks import read_rows, stacked_form, stacked_reader
 from pallas_kernels.cpu.blocks import FORMATS
 
 Parameters = Mapping[str, nnx.Param[Any]]
@@ -46,10 +47,8 @@ def block_parts(
 
     On CPU, this includes the embedding. On a GPU, only the matrices of the layers stay quantized.
     """
-    ordered = sorted(table, key=lambda part: part.path)
     parts_by_path: dict[str, list[WeightName]] = {}
-    for path, group in groupby(ordered, key=lambda part: part.path):
-        parts = list(group)
+    for path, parts in by_path(table).items():
         parameter, tensors = parameters[path], [entries[part.name] for part in parts]
         forms = {_form_that_stays(entry, on_cpu) for entry in tensors}
         if np.dtype(parameter.dtype).itemsize > 4 or None in forms:
@@ -60,63 +59,107 @@ def block_parts(
     return parts_by_path
 
 
-def read_blocks(
-    table: list[WeightName],
-    entries: Mapping[str, TensorEntry],
-    parameters: Parameters,
-    dims: Mapping[str, int],
-    report: Callable[[int], None],
-    values: dict[str, Any],
-    finish: Finish,
-    on_cpu: bool,
-    leave_host: bool,
-) -> list[WeightName]:
-    """Read the parameters that stay quantized, and add them to `values` by path.
+@dataclass(frozen=True)
+class BlockMatrices:
+    """Parameters that stay quantized: in a file's blocks on CPU, in codes with scales on a GPU.
 
-    On CPU, the blocks are laid out in panels. On a GPU, they become codes with scales. With
-    `leave_host`, one parameter is read while the previous one is copied to the devices. Returns
-    the rows of `table` for all other parameters.
+    Attributes:
+        entries: the tensors by name.
+        dims: sizes of the dimensions that the table of weights names.
+        on_cpu: keep the blocks.
+        is_read: read the tensors. Otherwise matrices are descriptions, and no file is opened.
+    """
+
+    entries: Mapping[str, TensorEntry]
+    dims: Mapping[str, int]
+    on_cpu: bool
+    is_read: bool = True
+
+    def parameter(
+        self, parts: Sequence[WeightName], parameter: nnx.Param[Any]
+    ) -> PlacedWeight | SplitWeight:
+        """Return one parameter in NumPy arrays, or its shapes.
+
+        Of the matrices of experts only a few are held besides the result.
+
+        Args:
+            parts: the tensors of the parameter; see `block_parts`.
+            parameter: the parameter of the model.
+
+        Raises:
+            CheckpointError: a file cannot be read, or a scale is NaN or infinite.
+        """
+        shape, dtype = tuple(parameter.shape), np.dtype(parameter.dtype).name
+        contract = (block_inputs if self.on_cpu else contracted)(parameter)
+        if contract is None:
+            return stacked(self._experts(parts, shape), shape[0], shape[2:], dtype)
+        matrices = {name: self._matrix(name) for name in {part.name for part in parts}}
+        pairs = [(part, matrices[part.name]) for part in parts]
+        outputs = shape[contract:] if contract else shape[:1]
+        return fused(pairs, outputs, contract, self.dims, dtype)
+
+    def _matrix(self, name: str) -> HostMatrix:
+        entry = self.entries[name]
+        if not self.is_read:
+            return self._described(entry, entry.shape[1], entry.shape[0])
+        assert isinstance(entry, GgufTensor)
+        # In the order of outputs of the Hugging Face checkpoint, not of llama.cpp.
+        rows = entry.in_order(read_rows(entry))
+        return self._converted(HostMatrix(entry.encoding.name, rows))
+
+    def _experts(
+        self, parts: Sequence[WeightName], shape: tuple[int, ...]
+    ) -> Callable[[int], HostMatrix]:
+        """Return a function that returns the matrix of an expert; `shape` is [E, in, out...]."""
+        first = self.entries[parts[0].name]
+        if not self.is_read:
+            return lambda _: self._described(first, shape[1], prod(shape[2:]))
+        if stacked_form(first) is not None:
+            read = stacked_reader(parts[0], first, self.dims)
+            return lambda expert: self._converted(read(expert))
+        experts = by_expert(parts)
+
+        def matrix_of(expert: int) -> HostMatrix:
+            pairs = [(part, self._matrix(part.name)) for part in experts[expert]]
+            return joined(pairs, shape[2:], 1, self.dims)
+
+        return matrix_of
+
+    def _described(self, entry: TensorEntry, inputs: int, outputs: int) -> HostMatrix:
+        form = _form_that_stays(entry, on_cpu=True)
+        assert form is not None  # `block_parts` has found it
+        return self._converted(HostMatrix.described(form, (inputs, outputs)))
+
+    def _converted(self, rows: HostMatrix) -> HostMatrix:
+        return rows if self.on_cpu else codes_of(rows)
+
+
+def read_blocks(
+    matrices: BlockMatrices,
+    parts: Mapping[str, Sequence[WeightName]],
+    parameters: Parameters,
+    leave_host: bool,
+) -> Iterator[tuple[str, PlacedWeight | SplitWeight]]:
+    """Read parameters that stay quantized, and yield the path and the value of each in order.
+
+    Args:
+        matrices: reader of the tensors.
+        parts: result of `block_parts`.
+        parameters: the parameters of the model by path.
+        leave_host: the caller copies each parameter to a device while only the next one is read.
 
     Raises:
         CheckpointError: a file cannot be read, or a scale is NaN or infinite.
     """
-    parts = block_parts(table, entries, parameters, on_cpu)
-
-    def read_codes(path: str) -> Any:
-        parameter, contract = parameters[path], contracted(parameters[path])
-        stack = _stack(parts[path], entries, dims)
-        if stack is not None:
-
-            def codes_of_expert(expert: int) -> Codes:
-                return codes_of(BlockRows(stack.form, stack.rows_of(expert)))
-
-            return stacked_codes(codes_of_expert, stack.count, parameter.shape[2:])
-        codes = {name: codes_of(_read(entries[name])) for name in {p.name for p in parts[path]}}
-        pairs = [(part, codes[part.name]) for part in parts[path]]
-        if contract is None:
-            return fused_experts(pairs, parameter.shape, dims)
-        return fused(pairs, parameter.shape, contract, dims)
 
     def read(path: str) -> Any:
-        if not on_cpu:
-            return read_codes(path)
-        parameter, contract = parameters[path], block_inputs(parameters[path])
-        if contract is None:
-            return _experts(parts[path], entries, parameter, dims)
-        rows = {name: _read(entries[name]) for name in {part.name for part in parts[path]}}
-        outputs = parameter.shape[contract:] if contract else parameter.shape[:1]
-        pairs = [(part, rows[part.name]) for part in parts[path]]
-        return fused_blocks(pairs, outputs, contract, dims, np.dtype(parameter.dtype).name)
+        return matrices.parameter(parts[path], parameters[path])
 
     # NumPy releases the interpreter lock. Codes for a GPU take 4 bytes a weight while they are
     # converted, so only two threads do that.
-    threads = cpu_threads() if on_cpu else min(2, cpu_threads())
+    threads = cpu_threads() if matrices.on_cpu else min(2, cpu_threads())
     with ThreadPoolExecutor(threads) as pool:
-        for path, value in _ahead(pool, read, parts, 1 if leave_host else 2 * threads):
-            values[path] = finish(path, value)
-            del value
-            report(sum(entries[name].num_bytes for name in {part.name for part in parts[path]}))
-    return [weight for weight in table if weight.path not in parts]
+        yield from _ahead(pool, read, parts, 1 if leave_host else 2 * threads)
 
 
 def _ahead(
@@ -133,68 +176,6 @@ def _ahead(
         yield waiting[0][0], waiting.popleft()[1].result()
 
 
-def _experts(
-    parts: Sequence[WeightName],
-    entries: Mapping[str, TensorEntry],
-    parameter: nnx.Param[Any],
-    dims: Mapping[str, int],
-) -> BlockPanels:
-    """Read the matrices of all experts, still in blocks, into the panels of one parameter.
-
-    Only one expert's matrix is held besides the panels.
-    """
-    outputs, dtype = parameter.shape[2:], np.dtype(parameter.dtype).name
-    stack = _stack(parts, entries, dims)
-    if stack is not None:
-        rows = map(stack.rows_of, range(stack.count))
-        return BlockPanels.of_experts(rows, stack.count, stack.form, dtype, outputs)
-    by_expert: dict[Any, list[WeightName]] = {}
-    for part in parts:
-        by_expert.setdefault(part.index[0], []).append(
-            replace(part, index=part.index[1:] or (...,))
-        )
-
-    def rows_of(expert: int) -> np.ndarray:
-        pairs = [(part, _read(entries[part.name])) for part in by_expert[expert]]
-        return joined_blocks(pairs, outputs, 1, dims)
-
-    form = form_of(entries[parts[0].name])
-    return BlockPanels.of_experts(
-        map(rows_of, sorted(by_expert)), len(by_expert), form, dtype, outputs
-    )
-
-
-def _stack(
-    parts: Sequence[WeightName], entries: Mapping[str, TensorEntry], dims: Mapping[str, int]
-) -> StackedBlocks | None:
-    entry = entries[parts[0].name]
-    return None if stacked_form(entry) is None else stacked_blocks(parts[0], entry, dims)
-
-
-def form_of(entry: TensorEntry) -> str:
-    """Return the format of a tensor that can stay in blocks, as `block_parts` has found it."""
-    form = _form_that_stays(entry, on_cpu=True)
-    assert form is not None
-    return form
-
-
-def block_sizes(
-    table: Iterable[WeightName],
-    entries: Mapping[str, TensorEntry],
-    parameters: Parameters,
-    on_cpu: bool,
-) -> dict[str, int]:
-    """Return the inputs per block of the parameters that stay in a file's blocks, by path.
-
-    On a GPU, where blocks become codes, this is the number of inputs that share a scale.
-    """
-    sizes: dict[str, int] = {}
-    for path, parts in block_parts(table, entries, parameters, on_cpu).items():
-        formats = [FORMATS[form_of(entries[part.name])] for part in parts]
-        sizes[path] = max(format_.size if on_cpu else format_.run for format_ in formats)
-    return sizes
-
-
 def _form_that_stays(entry: TensorEntry, on_cpu: bool) -> str | None:
     """Return the block format of a tensor if it can stay in blocks, otherwise None.
 
@@ -208,9 +189,3 @@ def _form_that_stays(entry: TensorEntry, on_cpu: bool) -> str | None:
     if not isinstance(entry, GgufTensor) or len(entry.shape) != 2 or entry.added:
         return None
     return entry.encoding.name if entry.encoding.name in FORMATS else None
-
-
-def _read(entry: TensorEntry) -> BlockRows:
-    # In the order of outputs of the Hugging Face checkpoint, not of llama.cpp.
-    assert isinstance(entry, GgufTensor)
-    return BlockRows(entry.encoding.name, entry.in_order(read_rows(entry)))

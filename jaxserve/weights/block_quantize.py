@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from jaxserve.settings.config import cpu_threads
-from jaxserve.weights.gguf.blocks import BlockRows, as_float16
+from jaxserve.weights.gguf.blocks import as_float16
+from jaxserve.weights.host_matrix import HostMatrix
 from pallas_kernels.cpu.blocks import FORMATS, BlockFormat, packed
 
 # Candidates for the ratio between the value range of a block and the range of its codes.
@@ -25,7 +26,7 @@ _VALUES = 1 << 18  # values quantized at a time, so that temporaries fit in the 
 _TINY = np.float32(1e-30)
 
 
-def quantize_rows(weight: np.ndarray, form: str) -> tuple[BlockRows, float]:
+def quantize_rows(weight: np.ndarray, form: str) -> tuple[HostMatrix, float]:
     """Quantize float32[O, I] to "Q4_1", "Q5_0", "Q6_K" or "Q8_0"; I is a whole number of blocks.
 
     Returns:
@@ -44,7 +45,7 @@ def quantize_rows(weight: np.ndarray, form: str) -> tuple[BlockRows, float]:
         return error
 
     with ThreadPoolExecutor(cpu_threads()) as pool:  # NumPy releases the interpreter lock
-        return BlockRows(form, blocks), sum(pool.map(fill, range(0, outputs, step)))
+        return HostMatrix(form, blocks), sum(pool.map(fill, range(0, outputs, step)))
 
 
 def block_forms(path: str, inputs: int, layers: int) -> tuple[str, ...]:
@@ -73,7 +74,7 @@ def grouped_form(inputs: int) -> str:
     return "Q8_0" if inputs <= SHORT_ROW else "Q4_1"
 
 
-def best_rows(weight: np.ndarray, forms: tuple[str, ...]) -> BlockRows:
+def best_rows(weight: np.ndarray, forms: tuple[str, ...]) -> HostMatrix:
     """Quantize float32[O, I] to each format, and return the blocks with the smallest error."""
     return min((quantize_rows(weight, form) for form in forms), key=lambda result: result[1])[0]
 

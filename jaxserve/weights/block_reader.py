@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 from threading import Event
 from types import MappingProxyType
@@ -22,10 +21,11 @@ from types import MappingProxyType
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.panels import aligned_empty
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_copy import all_finite
 from jaxserve.weights.block_targets import BYTES, InPanels, Memory, Strided, TransposedPanels
+from jaxserve.weights.fused_parameters import by_path
+from jaxserve.weights.layouts import aligned_empty
 from jaxserve.weights.panel_rows import PanelPlan
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
 from pallas_kernels.cpu.panels import PANEL
@@ -170,8 +170,7 @@ def _skim(entries: Iterable[TensorEntry], stop: Event) -> None:
 def _in_order(
     table: Iterable[WeightName], entries: Mapping[str, TensorEntry]
 ) -> list[list[WeightName]]:
-    table = sorted(table, key=lambda part: part.path)
-    groups = [list(parts) for _, parts in groupby(table, key=lambda part: part.path)]
+    groups = list(by_path(table).values())
     for parts in groups:
         parts.sort(key=lambda part: (_place(entries[part.name]), part.part))
     groups.sort(key=lambda parts: _place(entries[parts[0].name]))
@@ -232,8 +231,9 @@ def _jobs(
     for parts in groups:
         path = parts[0].path
         plan = plans.get(path)
-        parameter = aligned_empty(*(shapes[path] if plan is None else (plan.shape, plan.stored)))
-        if plan is not None and prod(plan.outputs) % PANEL:
+        panels = None if plan is None else (plan.weight.values.shape, plan.weight.values.dtype)
+        parameter = aligned_empty(*(panels or shapes[path]))
+        if plan is not None and prod(plan.weight.outputs) % PANEL:
             parameter[..., -1, :, :] = 0  # padding after the last output
         for part in parts:
             entry = entries[part.name]
@@ -261,16 +261,17 @@ def _in_panels(
     parameter: np.ndarray,
     dims: Mapping[str, int],
 ) -> Iterator[InPanels | TransposedPanels]:
+    dtype = np.dtype(plan.weight.dtype)
     if plan.rows is None:
         for block, panels in zip(part.blocks(dims, 1), parameter, strict=True):
-            yield TransposedPanels(block, panels, plan.dtype)
+            yield TransposedPanels(block, panels, dtype)
         return
-    parameter = parameter.reshape(-1, *plan.shape[-2:])
+    parameter = parameter.reshape(-1, *parameter.shape[-2:])
     for run in plan.rows[part.name, part.part]:
         for block in run.blocks(entry, PANEL_BYTES):
             end = (block.column or 0) + block.rows[1] - block.rows[0]
             panels = parameter[block.panel : block.panel - (-end // PANEL)]
-            yield InPanels(block.rows, panels, plan.dtype, block.column)
+            yield InPanels(block.rows, panels, dtype, block.column)
 
 
 def _fill(job: _Job, memory: Memory, check_finite: bool) -> None:

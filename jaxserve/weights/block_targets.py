@@ -8,9 +8,9 @@ from threading import local
 
 import numpy as np
 
-from jaxserve.models.panels import aligned_empty
 from jaxserve.models.weight_table import Block
 from jaxserve.weights.block_copy import SCRATCH_BYTES, all_finite, copy_checked
+from jaxserve.weights.layouts import aligned_empty
 from pallas_kernels import inputs_in_panels, rows_in_panels
 from pallas_kernels.cpu.panels import PANEL, panel_shape, rows_as_columns
 

@@ -7,7 +7,6 @@ A folder holds the parameters in the forms of a single device, so any number of 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,8 +15,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.models import Decoder, ModelConfig, abstract_model
-from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SplitWeight
-from jaxserve.models.token_rounding import TokenRounded
 from jaxserve.weights.converted import (
     WEIGHTS,
     ConvertedModel,
@@ -26,11 +23,10 @@ from jaxserve.weights.converted import (
     verify,
     with_scales,
 )
-from jaxserve.weights.group_borders import check_groups
-from jaxserve.weights.model_weights import parameters_of, place_on_default
+from jaxserve.weights.group_borders import check_groups, stored_groups
+from jaxserve.weights.model_weights import parameters_of
 from jaxserve.weights.parameter_arrays import named_arrays
-from jaxserve.weights.placement import divided, finishing, panelled, placed_scales, scales_of
-from pallas_kernels.quantized_codes import codes_a_row
+from jaxserve.weights.placement import Placement, placed_scales, scales_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -57,16 +53,13 @@ def load_converted_parts(
     """
     model = abstract_model(config, jnp.dtype(converted.dtype))
     parameters, tree = parameters_of(model), expected_tree(converted, model)
-    check_groups(config, parameters, _groups(tree))
-    place = panelled(place_on_default, parameters) if panels else place_on_default
-    place = divided(place, config, parameters, mesh)
-    finish = finishing(config, parameters, panels, mesh)
-    of_scales = scales_of(model)
+    check_groups(config, parameters, stored_groups(tree))
+    placement, of_scales = Placement(config, parameters, None, panels, mesh), scales_of(model)
 
     def placed(path: str, value: Any) -> Array:
         if path in of_scales:
             return placed_scales(value, config, mesh)
-        return place(path, value) if isinstance(value, np.ndarray) else finish(path, value)
+        return placement.placed(path, value)
 
     def read(_: Any) -> dict[str, Any]:
         return {path: placed(path, whole(converted, path, form)) for path, form in tree.items()}
@@ -91,16 +84,3 @@ def whole(converted: ConvertedModel, path: str, form: Any) -> Any:
         values = checkpointer.restore(converted.directory.absolute() / WEIGHTS, arguments)
     verify(converted.directory, values, {name: converted.parameters[name] for name in expected})
     return jax.tree.structure(form).unflatten([values[name] for name in expected])
-
-
-def _groups(tree: Mapping[str, Any]) -> dict[str, int]:
-    # Inputs that share a scale, by path of the quantized parameters.
-    sizes: dict[str, int] = {}
-    for path, value in tree.items():
-        weight = value.weight if isinstance(value, TokenRounded) else value
-        for part in weight.weights if isinstance(weight, SplitWeight) else (weight,):
-            if isinstance(part, QuantizedWeight | QuantizedExperts):
-                groups, width = part.scales.shape[-2], codes_a_row(part.form)
-                size = part.values.shape[-2] * width // groups if groups > 1 else width
-                sizes[path] = max(size, sizes.get(path, 1))
-    return sizes

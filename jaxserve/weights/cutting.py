@@ -7,23 +7,18 @@ scales. Outputs can be cut anywhere. Inputs are cut only between groups that sha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxserve.errors import UnsupportedModel
-from jaxserve.models.panels import BlockPanels
-from jaxserve.models.quantized import (
-    EXPERTS,
-    PROJECTIONS,
-    QuantizedExperts,
-    QuantizedWeight,
-    SplitWeight,
-)
+from jaxserve.models.placed_weight import EXPERTS, PROJECTIONS, PlacedWeight, SplitWeight
 from jaxserve.models.shards import AXIS, Part
 from jaxserve.models.token_rounding import TokenRounded
+from jaxserve.weights.layouts import block_panels, filled_blocks, is_shape
 from pallas_kernels.cpu.blocks import FORMATS
 from pallas_kernels.cpu.panels import PANEL
 from pallas_kernels.quantized_codes import codes_a_row
@@ -33,13 +28,14 @@ def cut(value: Any, axes: Any, part: Part, path: str) -> Any:
     """Return one device's part of a parameter.
 
     Args:
-        value: the whole parameter, in any form except panels of floats or of codes.
+        value: the whole parameter, in any form except panels of floats or of codes, with arrays or
+            with shapes.
         axes: logical axes of the parameter.
         part: the index ranges of the part.
+        path: path of the parameter, for errors.
 
     Returns:
-        The part in the form of `value`. `BlockPanels` are on JAX's default device, other arrays on
-        the host.
+        The part in the form of `value`, with arrays on the host or with shapes.
 
     Raises:
         UnsupportedModel: the part ends within a group of inputs, or its matrix would be cut between
@@ -47,83 +43,95 @@ def cut(value: Any, axes: Any, part: Part, path: str) -> Any:
     """
     if isinstance(value, TokenRounded):
         # An activation row is rounded by the maximum over its inputs on all devices.
-        axis = AXIS if cuts_inputs(axes, part) else None
+        axis = AXIS if _cuts_inputs(axes, part) else None
         return replace(value, weight=cut(value.weight, axes, part, path), axis=axis)
-    if isinstance(value, QuantizedExperts):
-        return _cut_experts(value, part, path)
-    if isinstance(value, BlockPanels):
-        return _cut_blocks(value, axes, part, path)
     if isinstance(value, SplitWeight):
         return _cut_parts(value, PROJECTIONS[axes], part, path)
-    if isinstance(value, QuantizedWeight):
-        contract = PROJECTIONS[axes]
-        outputs = part.own_shape[contract:]
-        return _cut_matrix(value, part.inputs(contract), part.outputs(contract), outputs, path)
+    if isinstance(value, PlacedWeight):
+        return _cut_matrix(value, _chosen(axes, part), path)
+    if is_shape(value):
+        return jax.ShapeDtypeStruct(part.own_shape, value.dtype)
     return part.cut(np.asarray(value))
 
 
-def cuts_inputs(axes: Any, part: Part) -> bool:
+def _cuts_inputs(axes: Any, part: Part) -> bool:
     first = 1 if axes in EXPERTS else 0
     inputs = slice(first, first + PROJECTIONS.get(axes, 1))
     return part.own_shape[inputs] != part.shape[inputs]
 
 
-def _cut_matrix(
-    weight: QuantizedWeight,
-    inputs: np.ndarray,
-    outputs: np.ndarray,
-    shape: tuple[int, ...],
-    path: str,
-) -> QuantizedWeight:
-    """Return the part of a quantized matrix with the given inputs and outputs.
+@dataclass(frozen=True)
+class _Chosen:
+    """The part of a matrix, or of all experts' matrices, on one device.
 
-    Args:
-        inputs: consecutive indices.
-        outputs: indices in any order.
-        shape: shape of the outputs of the result.
+    Attributes:
+        inputs: consecutive indices of inputs.
+        outputs: indices of outputs in any order.
+        shape: shape of the outputs of the part.
+        experts: the experts, or None for a single matrix.
+        leading: (number of experts,), or empty for a single matrix.
     """
-    if weight.order is not None and len(inputs) < weight.inputs:
+
+    inputs: np.ndarray
+    outputs: np.ndarray
+    shape: tuple[int, ...]
+    experts: slice | np.ndarray | None = None
+    leading: tuple[int, ...] = ()
+
+
+def _chosen(axes: Any, part: Part) -> _Chosen:
+    if axes in EXPERTS:
+        matrix, spans = Part(part.shape[1:], part.spans[1:]), part.spans[0]
+        # A slice, if possible, selects the experts without a copy.
+        experts = slice(*spans[0]) if len(spans) == 1 else part.inputs(1)
+        chosen = matrix.inputs(1), matrix.outputs(1), matrix.own_shape[1:]
+        return _Chosen(*chosen, experts, part.own_shape[:1])
+    if axes == ("vocab", "embed"):  # a table, whose rows are outputs
+        return _Chosen(part.outputs(1), part.inputs(1), part.own_shape[:1])
+    contract = PROJECTIONS.get(axes, 1)
+    return _Chosen(part.inputs(contract), part.outputs(contract), part.own_shape[contract:])
+
+
+def _cut_matrix(weight: PlacedWeight, chosen: _Chosen, path: str) -> PlacedWeight:
+    """Return the part of a matrix of codes or of GGUF blocks, or of the matrices of all experts."""
+    if weight.layout == "block_panels":
+        return _cut_blocks(weight, chosen, path)
+    if weight.order is not None and len(chosen.inputs) < weight.inputs:
         raise UnsupportedModel(
             f"{path}: its inputs are sorted by group (desc_act), and tensor_parallel_size would "
             "cut them; allowed: 1, or a checkpoint without desc_act"
         )
-    host = _taken(_arrays(weight), weight.form, weight.inputs, inputs, outputs, path)
-    order: Any = None if weight.order is None else np.asarray(weight.order)
-    return QuantizedWeight(*host, order, weight.form, len(inputs), shape, weight.implementation)
-
-
-def _taken(
-    arrays: list[np.ndarray | None],
-    form: str,
-    all_inputs: int,
-    inputs: np.ndarray,
-    outputs: np.ndarray,
-    path: str,
-) -> tuple[Any, Any, Any]:
-    """Return the codes, scales and zero points of some consecutive inputs and some outputs.
-
-    arrays: codes [..., rows, O], scales and zero points [..., groups, O]; all_inputs: number of
-    inputs of the whole matrix.
-    """
-    values, scales, zeros = arrays
-    assert values is not None and scales is not None
-    width, groups = codes_a_row(form), scales.shape[-2]
-    group = values.shape[-2] * width // groups
-    first, last = int(inputs[0]), int(inputs[-1]) + 1
+    assert weight.scales is not None
     rows, of_groups = slice(None), slice(None)
-    if len(inputs) < all_inputs:
-        check_border(path, len(inputs), group if groups > 1 else width)
+    if len(chosen.inputs) < weight.inputs:
+        first, last = int(chosen.inputs[0]), int(chosen.inputs[-1]) + 1
+        width, group = codes_a_row(weight.form), weight.granularity
+        if not is_shape(weight.values):
+            check_border(path, last - first, group)
         rows = slice(first // width, last // width)
-        if groups > 1:
+        if weight.scales.shape[-2] > 1:
             of_groups = slice(first // group, last // group)
 
-    def take(array: np.ndarray, chosen: slice) -> np.ndarray:
-        array = array[..., chosen, :]
+    def taken(array: Any, chosen_rows: slice) -> Any:
+        if array is None:
+            return None
+        if is_shape(array):
+            count = len(range(*chosen_rows.indices(array.shape[-2])))
+            shape = *chosen.leading, count, len(chosen.outputs)
+            return jax.ShapeDtypeStruct(shape, array.dtype)
+        array, outputs = np.asarray(array), chosen.outputs
+        array = (array if chosen.experts is None else array[chosen.experts])[..., chosen_rows, :]
         is_whole = len(outputs) == array.shape[-1] and (np.diff(outputs) == 1).all()
         return np.ascontiguousarray(array if is_whole else array[..., outputs])
 
-    cut_zeros = None if zeros is None else take(zeros, of_groups)
-    return take(values, rows), take(scales, of_groups), cut_zeros
+    return replace(
+        weight,
+        values=taken(weight.values, rows),
+        scales=taken(weight.scales, of_groups),
+        zeros=taken(weight.zeros, of_groups),
+        inputs=len(chosen.inputs),
+        outputs=chosen.shape,
+    )
 
 
 def check_border(path: str, inputs: int, group: int) -> None:
@@ -139,28 +147,9 @@ def check_border(path: str, inputs: int, group: int) -> None:
         )
 
 
-def _cut_experts(experts: QuantizedExperts, part: Part, path: str) -> QuantizedExperts:
-    chosen, matrix = _chosen(part), Part(part.shape[1:], part.spans[1:])
-    arrays = [None if array is None else array[chosen] for array in _arrays(experts)]
-    taken = matrix.inputs(1), matrix.outputs(1)
-    host = _taken(arrays, experts.form, experts.inputs, *taken, path)
-    return QuantizedExperts(*host, experts.form, len(matrix.inputs(1)), matrix.own_shape[1:])
-
-
-def _chosen(part: Part) -> slice | np.ndarray:
-    # A slice, if possible, selects the experts without a copy.
-    spans = part.spans[0]
-    return slice(*spans[0]) if len(spans) == 1 else part.inputs(1)
-
-
-def _arrays(weight: QuantizedWeight | QuantizedExperts) -> list[np.ndarray | None]:
-    arrays = (weight.values, weight.scales, weight.zeros)
-    return [None if array is None else np.asarray(array) for array in arrays]
-
-
-def split_pieces(
+def _split_pieces(
     weight: SplitWeight, contract: int, part: Part
-) -> Iterator[tuple[Any, np.ndarray, tuple[tuple[int, int], ...]]]:
+) -> Iterator[tuple[PlacedWeight, np.ndarray, tuple[tuple[int, int], ...]]]:
     """Yield the matrices of a fused projection that a device has outputs of.
 
     Args:
@@ -187,11 +176,10 @@ def split_pieces(
 
 
 def _cut_parts(weight: SplitWeight, contract: int, part: Part, path: str) -> SplitWeight:
-    """Cut each of a fused projection's matrices; those of which nothing is left go."""
+    """Cut each matrix of a fused projection. Matrices without outputs on the device are omitted."""
     weights, places, inputs = [], [], part.inputs(contract)
-    for matrix, order, place in split_pieces(weight, contract, part):
-        cut_one: Any = _cut_rows if isinstance(matrix, BlockPanels) else _cut_matrix
-        weights.append(cut_one(matrix, inputs, order, (len(order),), path))
+    for matrix, outputs, place in _split_pieces(weight, contract, part):
+        weights.append(_cut_matrix(matrix, _Chosen(inputs, outputs, (len(outputs),)), path))
         places.append(place)
     return SplitWeight(tuple(weights), tuple(places), part.own_shape[contract:])
 
@@ -204,32 +192,15 @@ def _place(numbers: np.ndarray, shape: tuple[int, ...]) -> tuple[tuple[int, int]
     return place
 
 
-def _cut_blocks(value: BlockPanels, axes: Any, part: Part, path: str) -> BlockPanels:
-    """Cut a matrix in GGUF blocks: a layer's, the embedding's, or the matrices of all experts."""
-    if axes not in EXPERTS:
-        contract = PROJECTIONS.get(axes, 0 if axes == ("vocab", "embed") else 1)
-        if not contract:  # a table, whose rows are outputs
-            taken = part.outputs(1), part.inputs(1)
-            return _cut_rows(value, *taken, part.own_shape[:1], path)
-        taken = part.inputs(contract), part.outputs(contract)
-        return _cut_rows(value, *taken, part.own_shape[contract:], path)
-    matrix = Part(part.shape[1:], part.spans[1:])
-    taken = matrix.inputs(1), matrix.outputs(1)
-    panels = np.asarray(value.panels)[_chosen(part)]
-    rows = (_rows_taken(expert, value.form, *taken, path) for expert in panels)
-    own_outputs = matrix.own_shape[1:]
-    return BlockPanels.of_experts(rows, len(panels), value.form, value.dtype, own_outputs)
-
-
-def _cut_rows(
-    value: BlockPanels,
-    inputs: np.ndarray,
-    outputs: np.ndarray,
-    shape: tuple[int, ...],
-    path: str,
-) -> BlockPanels:
-    rows = _rows_taken(np.asarray(value.panels), value.form, inputs, outputs, path)
-    return BlockPanels.of(rows, value.form, value.dtype, shape)
+def _cut_blocks(weight: PlacedWeight, chosen: _Chosen, path: str) -> PlacedWeight:
+    form, leading = weight.form, chosen.leading
+    piece = block_panels(form, len(chosen.inputs), chosen.shape, weight.dtype, leading)
+    if is_shape(weight.values):
+        return piece
+    panels = np.asarray(weight.values)
+    matrices = panels[None] if chosen.experts is None else panels[chosen.experts]
+    rows = (_rows_taken(matrix, form, chosen.inputs, chosen.outputs, path) for matrix in matrices)
+    return filled_blocks(piece, rows)
 
 
 def _rows_taken(

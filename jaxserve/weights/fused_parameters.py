@@ -1,146 +1,151 @@
-"""Join quantized tensors of a checkpoint into the fused parameters of a model."""
+"""Join quantized matrices of a checkpoint into the fused parameters of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain, groupby
 from math import prod
+from typing import Any
 
+import jax
 import numpy as np
+from flax import nnx
 
-from jaxserve.models.panels import BlockPanels
-from jaxserve.models.quantized import Quantized, SplitWeight
+from jaxserve.models.placed_weight import EXPERTS, FULL, PROJECTIONS, PlacedWeight, SplitWeight
 from jaxserve.models.weight_table import WeightName
-from jaxserve.weights.codes import Codes
-from jaxserve.weights.gguf.blocks import BlockRows
-from jaxserve.weights.packed_tensor import FullValues
+from jaxserve.weights.host_matrix import HostMatrix
+from jaxserve.weights.layouts import aligned_empty, block_panels, filled_blocks, is_shape
+from jaxserve.weights.quantize import quantize
 
-Part = tuple[WeightName, Codes]
-BlockPart = tuple[WeightName, BlockRows]
+Part = tuple[WeightName, HostMatrix]
+THREADS = 4
+
+
+def contracted(parameter: nnx.Param[Any]) -> int | None:
+    """Return how many dimensions of a parameter are inputs, or None if it is never quantized."""
+    return PROJECTIONS.get(parameter.get_metadata()["axes"])
+
+
+def holds_experts(parameter: nnx.Param[Any]) -> bool:
+    """Return whether a parameter holds the matrices of all experts, which may be quantized."""
+    return parameter.get_metadata()["axes"] in EXPERTS
+
+
+def fused_parameter(
+    parts: Sequence[Part], parameter: nnx.Param[Any], dims: Mapping[str, int]
+) -> PlacedWeight | SplitWeight | None:
+    """Fuse the parts of a parameter, which is a projection or holds experts.
+
+    Returns:
+        NumPy arrays, or shapes if `parts` are descriptions; None if the parameter has to be
+        dequantized.
+    """
+    contract, shape = contracted(parameter), tuple(parameter.shape)
+    if any(matrix.form == FULL for _, matrix in parts):
+        return None
+    if contract is not None:
+        return fused(parts, shape[contract:], contract, dims)
+    return fused_experts(parts, shape, dims) if holds_experts(parameter) else None
 
 
 def fused(
-    parts: Sequence[Part], shape: tuple[int, ...], contract: int, dims: Mapping[str, int]
-) -> Quantized:
-    """Fuse parts into one parameter of `shape`, whose first `contract` dimensions are inputs.
-
-    Returns:
-        NumPy arrays: one matrix if all parts have the same layout and order of inputs, otherwise a
-        `SplitWeight` with a matrix for each part.
-    """
-    outputs = shape[contract:]
-    first = parts[0][1].layout
-    if all(first.joins(codes.layout) for _, codes in parts):
-        return joined(parts, contract, dims, outputs).as_weight(outputs)
-    weights, places = [], []
-    for part, codes in parts:
-        piece = _arranged(part, codes, contract, dims)
-        places.append(place_of(part, outputs))
-        weights.append(piece.as_weight((piece.values.shape[1],)))
-    return SplitWeight(tuple(weights), tuple(places), outputs)
-
-
-def fused_blocks(
-    parts: Sequence[BlockPart],
+    parts: Sequence[Part],
     outputs: tuple[int, ...],
     contract: int,
     dims: Mapping[str, int],
-    dtype: str,
-) -> BlockPanels | SplitWeight:
-    """Fuse parts in GGUF blocks into one parameter.
+    dtype: str = "",
+) -> PlacedWeight | SplitWeight:
+    """Fuse parts into one parameter.
 
     Args:
-        parts: the blocks of each tensor.
-        outputs: shape of the outputs.
+        parts: the matrix of each tensor.
+        outputs: shape of the parameter's outputs.
         contract: number of the parameter's dimensions that are inputs.
+        dims: sizes of the dimensions that the table of weights names.
+        dtype: see `HostMatrix.as_weight`.
 
     Returns:
-        One matrix if all parts have the same format, otherwise a `SplitWeight` with a matrix for
-        each part.
+        One matrix if all parts have the same form and order of inputs, otherwise a `SplitWeight`
+        with a matrix for each part.
     """
-    forms = [rows.form for _, rows in parts]
-    if len(set(forms)) == 1:
-        whole = joined_blocks(parts, outputs, contract, dims)
-        return BlockPanels.of(whole, forms[0], dtype, outputs)
-    pieces = [rows.blocks[_columns(part, rows.inputs, contract, dims)] for part, rows in parts]
+    first = parts[0][1]
+    if all(first.joins(matrix) for _, matrix in parts):
+        return joined(parts, outputs, contract, dims).as_weight(outputs, dtype)
+    places = [place_of(part, outputs) for part, _ in parts]
     weights = [
-        BlockPanels.of(piece, form, dtype, (len(piece),))
-        for piece, form in zip(pieces, forms, strict=True)
+        _arranged(part, matrix, contract, dims).as_weight((prod(n for _, n in place),), dtype)
+        for (part, matrix), place in zip(parts, places, strict=True)
     ]
-    return SplitWeight(tuple(weights), tuple(place_of(part, outputs) for part, _ in parts), outputs)
+    return SplitWeight(tuple(weights), tuple(places), outputs)
 
 
-def joined_blocks(
-    parts: Sequence[BlockPart], outputs: tuple[int, ...], contract: int, dims: Mapping[str, int]
-) -> np.ndarray:
-    """Join parts in the same block format: uint8 [outputs, blocks, bytes], in the model's order.
+def joined(
+    parts: Sequence[Part], outputs: tuple[int, ...], contract: int, dims: Mapping[str, int]
+) -> HostMatrix:
+    """Join parts of equal form and input order into one matrix with outputs in model order."""
+    pieces = [_arranged(part, matrix, contract, dims) for part, matrix in parts]
+    if any(piece.zeros is not None for piece in pieces):
+        pieces = [piece.with_zeros() for piece in pieces]
+    first, indices = pieces[0], [part.index for part, _ in parts]
+    if first.is_blocks:
+        return replace(first, values=_joined_rows(pieces, indices, outputs, contract))
 
-    If one part has all outputs in order, its array is returned without a copy.
-    """
-    whole: np.ndarray | None = None
-    numbers = np.arange(prod(outputs)).reshape(*[1] * contract, *outputs)
-    for part, rows in parts:
-        columns = _columns(part, rows.inputs, contract, dims)
-        places = numbers[part.index].reshape(-1)
-        if len(columns) == numbers.size and np.array_equal(columns, places):
-            return rows.blocks  # a copy of the embedding table would be large
-        if whole is None:
-            whole = np.empty((numbers.size, *rows.blocks.shape[1:]), np.uint8)
-        whole[places] = rows.blocks[columns]
-    assert whole is not None
+    def join(arrays: Sequence[Any]) -> Any:
+        rows, dtype = arrays[0].shape[0], arrays[0].dtype
+        if is_shape(arrays[0]):
+            return jax.ShapeDtypeStruct((rows, prod(outputs)), dtype)
+        whole = np.empty((rows, *outputs), dtype)
+        for index, array in zip(indices, arrays, strict=True):
+            whole[index] = array.reshape(whole[index].shape)
+        return whole.reshape(rows, -1)
+
+    zeros = [piece.zeros for piece in pieces]
+    return replace(
+        first,
+        values=join([piece.values for piece in pieces]),
+        scales=join([piece.scales for piece in pieces]),
+        zeros=None if first.zeros is None else join(zeros),
+    )
+
+
+def _joined_rows(
+    pieces: Sequence[HostMatrix], indices: Sequence[Any], outputs: tuple[int, ...], contract: int
+) -> Any:
+    """Join blocks with outputs as rows. One piece with all outputs in order is not copied."""
+    arrays: list[Any] = [piece.values for piece in pieces]
+    shape, numbers = (prod(outputs), *arrays[0].shape[1:]), np.arange(prod(outputs))
+    if is_shape(arrays[0]):
+        return jax.ShapeDtypeStruct(shape, np.uint8)
+    places = [numbers.reshape(*[1] * contract, *outputs)[index].reshape(-1) for index in indices]
+    if np.array_equal(places[0], numbers):
+        return arrays[0]
+    whole = np.empty(shape, np.uint8)
+    for rows, array in zip(places, arrays, strict=True):
+        whole[rows] = array
     return whole
 
 
 def dequantized(
-    parts: Sequence[tuple[WeightName, Codes | FullValues]],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    dims: Mapping[str, int],
+    parts: Sequence[Part], shape: tuple[int, ...], dtype: np.dtype, dims: Mapping[str, int]
 ) -> np.ndarray:
     """Dequantize the parts of a parameter into one array of `shape` and `dtype`."""
     parameter = np.empty(shape, dtype)
-    for part, codes in parts:
-        parameter[part.index] = part.arrange(codes.dequantized().T, dims)
+    for part, matrix in parts:
+        parameter[part.index] = part.arrange(matrix.dequantized().T, dims)
     return parameter
 
 
-def _arranged(part: WeightName, codes: Codes, contract: int, dims: Mapping[str, int]) -> Codes:
-    return codes.with_columns(_columns(part, len(codes.values), contract, dims))
-
-
-def _columns(part: WeightName, inputs: int, contract: int, dims: Mapping[str, int]) -> np.ndarray:
-    # The output of the tensor for each output of the part in the model's order.
+def _arranged(
+    part: WeightName, matrix: HostMatrix, contract: int, dims: Mapping[str, int]
+) -> HostMatrix:
+    # Select the output of the tensor for each output of the part in the model's order.
     outputs = part.shape(dims)[0]
     if not contract:  # a table, whose rows are looked up
-        return np.arange(outputs)
-    numbers = np.broadcast_to(np.arange(outputs)[:, None], (outputs, inputs))
-    return part.arrange(numbers, dims)[(0,) * contract].reshape(-1)
-
-
-def joined(
-    parts: Sequence[Part], contract: int, dims: Mapping[str, int], outputs: tuple[int, ...]
-) -> Codes:
-    """Join parts of equal layout and input order into one matrix with outputs in model order."""
-    pieces = [_arranged(part, codes, contract, dims) for part, codes in parts]
-
-    def join(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        whole = np.empty((len(arrays[0]), *outputs), arrays[0].dtype)
-        for (part, _), array in zip(parts, arrays, strict=True):
-            target = whole[part.index]
-            whole[part.index] = array.reshape(target.shape)
-        return whole.reshape(len(whole), -1)
-
-    first = pieces[0]
-    zeros = None
-    if any(piece.zeros is not None for piece in pieces):
-        zeros = join([piece.zeros_or_default() for piece in pieces])
-    return Codes(
-        first.form,
-        join([piece.values for piece in pieces]),
-        join([piece.scales for piece in pieces]),
-        zeros,
-        first.order,
-        first.group,
-    )
+        return matrix
+    numbers = np.broadcast_to(np.arange(outputs)[:, None], (outputs, matrix.inputs))
+    return matrix.with_outputs(part.arrange(numbers, dims)[(0,) * contract].reshape(-1))
 
 
 def place_of(part: WeightName, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -149,3 +154,100 @@ def place_of(part: WeightName, outputs: tuple[int, ...]) -> tuple[tuple[int, int
     first = np.unravel_index(numbers.min(), outputs)
     last = np.unravel_index(numbers.max(), outputs)
     return tuple((int(a), int(b - a + 1)) for a, b in zip(first, last, strict=True))
+
+
+def by_path(table: Iterable[WeightName]) -> dict[str, list[WeightName]]:
+    """Return the tensors of each parameter, by its path, in the order of paths."""
+    ordered = sorted(table, key=lambda part: part.path)
+    return {path: list(parts) for path, parts in groupby(ordered, key=lambda part: part.path)}
+
+
+def by_expert(parts: Iterable[WeightName]) -> list[list[WeightName]]:
+    """Return the parts of each expert, in the order of experts, with their index in its matrix."""
+
+    def expert_of(part: WeightName) -> int:
+        index = part.index[0]
+        assert isinstance(index, int)
+        return index
+
+    return [
+        [replace(part, index=part.index[1:] or (...,)) for part in group]
+        for _, group in groupby(sorted(parts, key=expert_of), key=expert_of)
+    ]
+
+
+def fused_experts(
+    parts: Sequence[Part], shape: tuple[int, ...], dims: Mapping[str, int]
+) -> PlacedWeight | None:
+    """Fuse a checkpoint's quantized experts into one parameter of `shape`.
+
+    Returns:
+        The parameter, or None if experts cannot be fused: some have sorted inputs, they have
+        different forms, or some are missing.
+    """
+    experts = by_expert(part for part, _ in parts)
+    matrices = {part.name: matrix for part, matrix in parts}
+    first = parts[0][1]
+    is_one = first.order is None and all(first.joins(matrix) for _, matrix in parts)
+    if not is_one or len(experts) != shape[0]:
+        return None
+    zero_points = any(matrix.zeros is not None for _, matrix in parts)
+
+    def matrix_of(index: int) -> HostMatrix:
+        one_expert = [(part, matrices[part.name]) for part in experts[index]]
+        matrix = joined(one_expert, shape[2:], 1, dims)
+        return matrix.with_zeros() if zero_points else matrix
+
+    return stacked(matrix_of, len(experts), shape[2:])
+
+
+def quantized_experts(values: np.ndarray, form: str) -> PlacedWeight:
+    """Quantize every expert's matrix [E, I, outputs...] to "int8", "fp8" or "int4".
+
+    Each expert has its own scales. Each thread quantizes one matrix at a time. For the
+    rounding errors see `quantize`.
+    """
+    count, inputs, *outputs = values.shape
+
+    def matrix_of(index: int) -> HostMatrix:
+        flat = values[index].reshape(inputs, -1)
+        return quantize(flat.astype(np.float32, copy=False), form)
+
+    return stacked(matrix_of, count, tuple(outputs))
+
+
+def stacked(
+    matrix_of: Callable[[int], HostMatrix], count: int, outputs: tuple[int, ...], dtype: str = ""
+) -> PlacedWeight:
+    """Stack the matrices of `count` experts into one parameter.
+
+    Args:
+        matrix_of: returns the matrix of an expert, all in the same form. Codes are requested on
+            several threads. Of blocks two matrices are held besides the panels.
+        count: number of experts.
+        outputs: shape of the outputs.
+        dtype: see `HostMatrix.as_weight`.
+    """
+    matrix = matrix_of(0)
+    if matrix.is_blocks:
+        panels = block_panels(matrix.form, matrix.inputs, outputs, dtype, (count,))
+        others = (matrix_of(index).values for index in range(1, count))
+        is_abstract = is_shape(matrix.values)
+        return panels if is_abstract else filled_blocks(panels, chain([matrix.values], others))
+    first = matrix.as_weight(outputs)
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), first
+    )
+    if is_shape(matrix.values):
+        return shapes
+    whole = jax.tree.map(lambda leaf: aligned_empty(leaf.shape, np.dtype(leaf.dtype)), shapes)
+    targets: list[np.ndarray] = jax.tree.leaves(whole)
+
+    def fill(index: int) -> None:
+        weight = matrix_of(index).as_weight(outputs) if index else first
+        for target, array in zip(targets, jax.tree.leaves(weight), strict=True):
+            target[index] = array
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(fill, range(count)))
+    return whole

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models import ModelConfig
-from jaxserve.models.quantized import EXPERTS, PROJECTIONS
+from jaxserve.models.placed_weight import EXPERTS, PROJECTIONS, weights_in
 from jaxserve.models.shards import part_of
 from jaxserve.weights.block_quantize import block_forms
 from jaxserve.weights.placement import in_blocks
@@ -93,3 +93,16 @@ def group_sizes(
         elif form == "int4":
             sizes[path] = GROUP
     return sizes
+
+
+def stored_groups(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of inputs in a group or GGUF block, by path of the quantized parameters.
+
+    values: parameters by path, with arrays or shapes.
+    """
+    quantized = {path: weights_in(value) for path, value in values.items()}
+    return {
+        path: max(weight.granularity for weight in weights)
+        for path, weights in quantized.items()
+        if weights
+    }

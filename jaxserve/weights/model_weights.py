@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -18,19 +18,21 @@ from jax.typing import DTypeLike
 from jaxserve.models import Decoder, ModelConfig, abstract_model
 from jaxserve.models.linear import Constant
 from jaxserve.models.weight_table import WeightName
-from jaxserve.weights.block_parameters import block_sizes, read_blocks
+from jaxserve.weights.block_parameters import (
+    BlockMatrices,
+    block_parts,
+    read_blocks,
+)
 from jaxserve.weights.block_reader import read_parameters, reading_ahead
 from jaxserve.weights.block_targets import prepare_panels
 from jaxserve.weights.gguf.file import GgufFile
-from jaxserve.weights.group_borders import check_groups, group_sizes
+from jaxserve.weights.group_borders import check_groups, group_sizes, stored_groups
+from jaxserve.weights.panel_rows import panel_plans
 from jaxserve.weights.placement import (
-    Finish,
     Parameters,
     Place,
-    finishing,
-    panel_plans,
-    place_panels,
-    placing,
+    Placement,
+    place_on_default,
     read_packed,
     set_kv_scales,
 )
@@ -55,7 +57,7 @@ def load_weights(
     kv_scales: bool = False,
     check_finite: bool = True,
     on_progress: Progress | None = None,
-    place: Place | None = None,
+    place: Place = place_on_default,
     panels: bool = False,
     packed: bool = False,
     mesh: Mesh | None = None,
@@ -74,7 +76,7 @@ def load_weights(
         check_finite: refuse NaN and infinity, including overflows of the cast.
         on_progress: called after each tensor.
         place: places an array, by default on JAX's default device.
-        panels: lay out matrices for our CPU kernels; see `models/panels.py`.
+        panels: lay out matrices for our CPU kernels; see `models/placed_weight.py`.
         packed: keep GGUF and MXFP4 blocks that a kernel reads. Ignored with `quantization`.
         mesh: devices over which `config.split` divides the model, None for one device.
 
@@ -88,69 +90,94 @@ def load_weights(
     report = _counted(on_progress, [*entries.values(), *sorted_.packed.values()])
     model, parameters = _structure(config, dtype, sorted_.table, entries, panels)
     in_blocks = packed and quantization is None
-    blocks = block_sizes(sorted_.table, entries, parameters, panels) if in_blocks and mesh else {}
-    _check_division(config, parameters, quantization, panels, sorted_, blocks)
-    place = placing(place or place_on_default, config, parameters, quantization, panels, mesh)
-    finish = finishing(config, parameters, panels, mesh)
-    values, table = read_packed(sorted_, parameters, dims, place, report, finish), sorted_.table
-    if in_blocks:
-        block_flags: Any = {"on_cpu": panels, "leave_host": mesh is not None}
-        table = read_blocks(table, entries, parameters, dims, report, values, finish, **block_flags)
+    parts = block_parts(sorted_.table, entries, parameters, panels) if in_blocks else {}
+    matrices = BlockMatrices(entries, dims, on_cpu=panels)
+    _check_division(config, parameters, quantization, sorted_, matrices, parts)
+    placement = Placement(config, parameters, quantization, panels, mesh, place)
+    values = read_packed(sorted_, parameters, dims, placement, report)
+    values |= dict(_read_blocks(matrices, parts, placement, report))
+    table = [part for part in sorted_.table if part.path not in parts]
     straight = panels and mesh is None  # into panels
     plans = panel_plans(table, entries, dims, parameters, quantization) if straight else {}
     leave = quantization is not None or mesh is not None or target_device().platform != "cpu"
     flags = {"check_finite": check_finite, "leave_host": leave, "plans": plans}
-    values |= dict(_read_plain(table, entries, dims, parameters, report, place, finish, flags))
+    values |= dict(_read_plain(table, entries, dims, placement, report, flags))
     stored.opened.check_unchanged()
     model = filled(model, values)
     set_kv_scales(model, sorted_.kv_scales if kv_scales else {}, mesh)
     return model
 
 
+def _read_blocks(
+    matrices: BlockMatrices,
+    parts: Mapping[str, Sequence[WeightName]],
+    placement: Placement,
+    report: Callable[[int], None],
+) -> Iterator[tuple[str, Any]]:
+    """Read the parameters that stay in a file's blocks, and yield each path and placed value."""
+    leave_host = placement.mesh is not None
+    for path, value in read_blocks(matrices, parts, placement.parameters, leave_host):
+        placed = placement.placed(path, value)
+        del value  # free its memory before the next parameter is placed
+        names = {part.name for part in parts[path]}
+        report(sum(matrices.entries[name].num_bytes for name in names))
+        yield path, placed
+
+
 def _read_plain(
     table: Sequence[WeightName],
     entries: Mapping[str, TensorEntry],
     dims: Mapping[str, int],
-    parameters: Parameters,
+    placement: Placement,
     report: Callable[[int], None],
-    place: Place,
-    finish: Finish,
     flags: dict[str, Any],
 ) -> Iterator[tuple[str, Any]]:
     """Read the parameters whose tensors are not quantized, and yield each path and placed value.
 
     flags: the keyword arguments of `read_parameters`.
     """
+    parameters = placement.parameters
     shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
     for path, array in read_parameters(table, entries, dims, shapes, report, **flags):
         plan = flags["plans"].get(path)
-        value = place(path, array) if plan is None else place_panels(plan, array)
-        del array  # free its memory before `finish` allocates more
-        yield path, finish(path, value)
+        if plan is None:
+            value = placement.quantized(path, array)
+        else:
+            value = replace(plan.weight, values=array)
+        del array  # free its memory, if `value` is quantized, before `placed` allocates more
+        placed = placement.placed(path, value)
+        del value
+        yield path, placed
 
 
 def _check_division(
     config: ModelConfig,
     parameters: Parameters,
     quantization: str | None,
-    panels: bool,
     checkpoint: SplitCheckpoint,
-    blocks: Mapping[str, int],
+    matrices: BlockMatrices,
+    parts: Mapping[str, Sequence[WeightName]],
 ) -> None:
     """Check that the split over devices cuts no quantization group and no GGUF block.
 
     Args:
-        blocks: inputs in a block, by path of the parameters that stay in a file's blocks.
+        matrices: the parameters that stay in a file's blocks.
+        parts: the tensors of these parameters, by path.
 
     Raises:
-        UnsupportedModel: a group or block would be cut; see `check_groups`.
+        UnsupportedModel: a group or block would be cut (see `check_groups`).
     """
-    sizes = group_sizes(config, parameters, quantization, panels)
+    if config.split.devices == 1:
+        return
+    sizes = group_sizes(config, parameters, quantization, matrices.on_cpu)
     if quantization is None:
         paths = {part.path for part in checkpoint.packed_table}
         sizes = {path: size for path, size in sizes.items() if path in paths}
     check_groups(config, parameters, sizes)
-    check_groups(config, parameters, blocks, "a dtype, which widens a file's blocks, or ")
+    shapes = replace(matrices, is_read=False)
+    blocks = {path: shapes.parameter(parts[path], parameters[path]) for path in parts}
+    remedy = "a dtype, which widens a file's blocks, or "
+    check_groups(config, parameters, stored_groups(blocks), remedy)
 
 
 def _structure(
@@ -211,29 +238,25 @@ def random_weights(
     depth = (2 * config.num_hidden_layers) ** -0.5
     parameters = parameters_of(model)
     check_groups(config, parameters, group_sizes(config, parameters, quantization, panels))
-    place = placing(place_on_default, config, parameters, quantization, panels, mesh)
-    finish = finishing(config, parameters, panels, mesh)
+    placement = Placement(config, parameters, quantization, panels, mesh)
     streams = np.random.SeedSequence(seed).spawn(len(parameters))
 
     def values(path: str, stream: np.random.SeedSequence) -> Array:
         parameter = parameters[path]
         initial = parameter.get_metadata()["initial"]
         if isinstance(initial, Constant):
-            return place(path, np.full(parameter.shape, initial.value, parameter.dtype))
+            array = np.full(parameter.shape, initial.value, parameter.dtype)
+            return placement.placed(path, array)
         scale = initial.scale * (depth if path.endswith((".out", ".down")) else 1.0)
         generator = np.random.Generator(np.random.SFC64(stream))
         normal = generator.standard_normal(parameter.shape, np.float32)
         normal *= np.float32(scale)
-        return finish(path, place(path, normal.astype(parameter.dtype, copy=False)))
+        array = normal.astype(parameter.dtype, copy=False)
+        return placement.placed(path, placement.quantized(path, array))
 
     with ThreadPoolExecutor() as pool:
         arrays = pool.map(values, parameters, streams)
         return filled(model, dict(zip(parameters, arrays, strict=True)))
-
-
-def place_on_default(path: str, values: np.ndarray) -> Array:
-    """Place values on JAX's default device. On CPU this makes no copy, unlike `jnp.asarray`."""
-    return jax.device_put(values)
 
 
 def parameters_of(model: Decoder) -> dict[str, nnx.Param[Array]]:

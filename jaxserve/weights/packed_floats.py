@@ -17,9 +17,9 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.weights.codes import Codes, CodesLayout
+from jaxserve.weights.host_matrix import HostMatrix
 from jaxserve.weights.mxfp4 import NOT_A_NUMBER, PAIRS
-from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
+from jaxserve.weights.packed_tensor import MatrixFormat, PackedTensor
 
 E4M3 = "float8_e4m3fn"
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")
@@ -28,7 +28,7 @@ ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".input_scale_ub", ".i
 _TWICE = (2 * PAIRS).astype(np.int8)  # [256, 2]
 
 
-def _read_fp8(packed: PackedTensor) -> Codes | FullValues:
+def _read_fp8(packed: PackedTensor) -> HostMatrix:
     outputs, inputs = packed.shape
     suffixes = [suffix for suffix in FP8_SCALES if suffix in packed.entries]
     if len(suffixes) != 1:
@@ -44,19 +44,19 @@ def _read_fp8(packed: PackedTensor) -> Codes | FullValues:
         grid = -(-outputs // block[0]), -(-inputs // block[1])
         scales = packed.scales(suffix, grid)
         scales = scales.repeat(block[0], axis=0)[:outputs].T
-        return Codes("fp8", values.T, np.ascontiguousarray(scales), None, None, block[1])
-    return Codes("fp8", values.T, packed.scales_by_output(suffix), None, None, inputs)
+        return HostMatrix("fp8", values.T, np.ascontiguousarray(scales), group=block[1])
+    return HostMatrix("fp8", values.T, packed.scales_by_output(suffix), group=inputs)
 
 
-def _describe_fp8(packed: PackedTensor) -> CodesLayout:
+def _describe_fp8(packed: PackedTensor) -> HostMatrix:
     block, inputs = packed.stored.block, packed.shape[1]
     suffix = next((suffix for suffix in FP8_SCALES if suffix in packed.entries), FP8_SCALES[0])
     group = inputs if block is None else block[1]
-    return CodesLayout("fp8", group, packed.scales_dtype(suffix))
+    return packed.described("fp8", packed.scales_dtype(suffix), group=group)
 
 
-def _describe_fp4(packed: PackedTensor) -> CodesLayout:
-    return CodesLayout("int8", packed.group, np.dtype(np.float32))
+def _describe_fp4(packed: PackedTensor) -> HostMatrix:
+    return packed.described("int8", np.float32)
 
 
 def _bits(packed: PackedTensor, suffix: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -66,12 +66,12 @@ def _bits(packed: PackedTensor, suffix: str, shape: tuple[int, ...]) -> np.ndarr
     return values
 
 
-def _read_nvfp4(packed: PackedTensor) -> Codes | FullValues:
+def _read_nvfp4(packed: PackedTensor) -> HostMatrix:
     outputs = packed.shape[0]
     scales = _bits(packed, ".weight_scale", (outputs, packed.groups)).view(E4M3)
     scales = scales.astype(np.float32)
     with np.errstate(over="ignore"):  # reported with the tensor's name
-        if packed.layout is NVFP4:
+        if packed.format is NVFP4:
             scales /= packed.factor(".weight_global_scale")
         else:
             scales *= packed.factor(".weight_scale_2")
@@ -80,26 +80,26 @@ def _read_nvfp4(packed: PackedTensor) -> Codes | FullValues:
     return _fp4_codes(packed, scales)
 
 
-def _read_mxfp4(packed: PackedTensor) -> Codes | FullValues:
+def _read_mxfp4(packed: PackedTensor) -> HostMatrix:
     scales = packed.tensor(".weight_scale", (packed.shape[0], packed.groups), "uint8")
     if (scales == NOT_A_NUMBER).any():
         raise packed.wrong(".weight_scale", "holds NaN")
     return _fp4_codes(packed, np.ldexp(np.float32(1), scales.astype(np.int32) - 127))
 
 
-def _fp4_codes(packed: PackedTensor, scales: np.ndarray) -> Codes:
+def _fp4_codes(packed: PackedTensor, scales: np.ndarray) -> HostMatrix:
     # Twice an E2M1 number is an integer, so int8 codes with half the scales are exact.
     outputs, inputs = packed.shape
     if inputs % packed.group:
         raise packed.wrong(".weight_scale", f"{inputs} inputs are not groups of {packed.group}")
-    codes = packed.tensor(packed.layout.codes, (outputs, inputs // 2), "uint8")
+    codes = packed.tensor(packed.format.codes, (outputs, inputs // 2), "uint8")
     values = _TWICE[codes].reshape(outputs, inputs)
     halves = np.ascontiguousarray(scales.T) * np.float32(0.5)
-    return Codes("int8", values.T, halves, None, None, packed.group)
+    return HostMatrix("int8", values.T, halves, group=packed.group)
 
 
-FP8 = Layout(".weight", E4M3, FP8_SCALES, ACTIVATION_SCALES, _read_fp8, _describe_fp8)
-NVFP4 = Layout(
+FP8 = MatrixFormat(".weight", E4M3, FP8_SCALES, ACTIVATION_SCALES, _read_fp8, _describe_fp8)
+NVFP4 = MatrixFormat(
     ".weight_packed",
     "uint8",
     (".weight_scale", ".weight_global_scale"),
@@ -107,10 +107,10 @@ NVFP4 = Layout(
     _read_nvfp4,
     _describe_fp4,
 )
-MXFP4 = Layout(
+MXFP4 = MatrixFormat(
     ".weight_packed", "uint8", (".weight_scale",), ACTIVATION_SCALES, _read_mxfp4, _describe_fp4
 )
-NVFP4_MODELOPT = Layout(
+NVFP4_MODELOPT = MatrixFormat(
     ".weight",
     "uint8",
     (".weight_scale", ".weight_scale_2"),

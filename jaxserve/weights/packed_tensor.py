@@ -4,35 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.config.stored_quantization import StoredQuantization
-from jaxserve.weights.codes import Codes, CodesLayout
+from jaxserve.models.placed_weight import FULL
+from jaxserve.weights.host_matrix import HostMatrix
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 @dataclass(frozen=True)
-class FullValues:
-    """A matrix that was dequantized while it was read, because no form here is exact for it.
-
-    Attributes:
-        values: float32 [out, in].
-    """
-
-    values: np.ndarray
-
-    def dequantized(self) -> np.ndarray:
-        """Return the weights as float32[I, O], the transpose of `values`."""
-        return self.values.T
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Names and dtypes of the tensors that hold a quantized matrix `X.weight`.
+class MatrixFormat:
+    """Names and dtypes of the tensors that hold a quantized matrix `X.weight`, and its reader.
 
     Attributes:
         codes: name suffix, after X, of the tensor with the codes.
@@ -40,19 +27,19 @@ class Layout:
         parts: name suffixes of the other tensors.
         unused: name suffixes of tensors with the calibration of activations, which are ignored.
         read: function that reads the matrix.
-        describe: function that returns the layout of the codes of `read` without reading them, or
-            None if `read` returns `FullValues`.
+        describe: function that returns a description of the result of `read`, without reading
+            codes and scales.
     """
 
     codes: str
     dtype: str
     parts: tuple[str, ...]
     unused: tuple[str, ...]
-    read: Callable[[PackedTensor], Codes | FullValues]
-    describe: Callable[[PackedTensor], CodesLayout | None]
+    read: Callable[[PackedTensor], HostMatrix]
+    describe: Callable[[PackedTensor], HostMatrix]
 
     def holds(self, stem: str, tensors: Mapping[str, TensorEntry]) -> bool:
-        """Return whether `tensors` has the matrix `stem` in this layout.
+        """Return whether `tensors` has the matrix `stem` in this format.
 
         If the codes are called `X.weight`, their dtype tells them from a matrix that is not
         quantized.
@@ -68,7 +55,7 @@ class PackedTensor:
     name: str
     entries: Mapping[str, TensorEntry]
     stored: StoredQuantization
-    layout: Layout
+    format: MatrixFormat
     shape: tuple[int, int]  # [out, in]
 
     @property
@@ -85,18 +72,34 @@ class PackedTensor:
         """Number of scales for each output."""
         return -(-self.shape[1] // self.group)
 
-    def read(self) -> Codes | FullValues:
+    def read(self) -> HostMatrix:
         """Read the matrix: codes [in, out] in the checkpoint's order, or dequantized values.
 
         Raises:
             CheckpointError: a tensor is missing, has another shape or dtype, or is not finite.
         """
-        return self.layout.read(self)
+        return self.format.read(self)
 
-    @property
-    def codes_layout(self) -> CodesLayout | None:
-        """The layout of the codes that `read` returns; None if it widens them to floats."""
-        return self.layout.describe(self)
+    def describe(self) -> HostMatrix:
+        """Return a description of the matrix that `read` returns. Zero points and orders are read.
+
+        Raises:
+            CheckpointError: see `read`.
+        """
+        return self.format.describe(self)
+
+    def described(
+        self,
+        form: str,
+        scales: Any = np.float32,
+        zeros: Any = None,
+        order: np.ndarray | None = None,
+        group: int | None = None,
+    ) -> HostMatrix:
+        """Return a description of this matrix in a form (see `HostMatrix.described`)."""
+        outputs, inputs = self.shape
+        group = self.group if group is None else group
+        return HostMatrix.described(form, (inputs, outputs), group, scales, zeros, order)
 
     def scales_dtype(self, suffix: str) -> np.dtype:
         """The dtype that `scales` returns."""
@@ -156,9 +159,9 @@ class PackedTensor:
         return CheckpointError(f"{path}: tensor {name!r}: {what}")
 
 
-def _read_plain(packed: PackedTensor) -> FullValues:
-    return FullValues(packed.tensor(".weight", packed.shape).astype(np.float32))
+def _read_plain(packed: PackedTensor) -> HostMatrix:
+    return HostMatrix(FULL, packed.tensor(".weight", packed.shape).astype(np.float32).T)
 
 
-PLAIN = Layout(".weight", "", (), (), _read_plain, lambda _: None)
-"""Layout of matrices that are not quantized, for parameters that join them with quantized ones."""
+PLAIN = MatrixFormat(".weight", "", (), (), _read_plain, lambda packed: packed.described(FULL))
+"""Format of matrices that are not quantized, for parameters that join them with quantized ones."""

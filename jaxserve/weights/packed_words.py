@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.weights.codes import Codes, CodesLayout
-from jaxserve.weights.packed_tensor import FullValues, Layout, PackedTensor
+from jaxserve.models.placed_weight import FULL
+from jaxserve.weights.host_matrix import HostMatrix
+from jaxserve.weights.packed_tensor import MatrixFormat, PackedTensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 MIDDLE = {4: 8, 8: 128}  # the unsigned code for zero in symmetric quantization, by bits
 
 
-def _read_awq(packed: PackedTensor) -> Codes | FullValues:
+def _read_awq(packed: PackedTensor) -> HostMatrix:
     outputs, inputs = packed.shape
     zeros = _awq_zeros(packed)
     words = packed.tensor(".qweight", (inputs, -(-outputs // 8)), "int32")
@@ -37,7 +38,7 @@ def _awq_zeros(packed: PackedTensor) -> np.ndarray:
     return _unpacked(words, 4, AWQ_ORDER)[:, :outputs]
 
 
-def _read_awq_gemv(packed: PackedTensor) -> Codes | FullValues:
+def _read_awq_gemv(packed: PackedTensor) -> HostMatrix:
     outputs, inputs = packed.shape
     zeros, width = _gemv_zeros(packed)
     scales = packed.scales(".scales", (outputs, 8 * width))[:, : packed.groups].T
@@ -54,7 +55,7 @@ def _gemv_zeros(packed: PackedTensor) -> tuple[np.ndarray, int]:
     return _unpacked(words, 4)[:, : packed.groups].T, width
 
 
-def _read_gptq(packed: PackedTensor) -> Codes | FullValues:
+def _read_gptq(packed: PackedTensor) -> HostMatrix:
     outputs, inputs = packed.shape
     bits, a_word = packed.stored.bits, 32 // packed.stored.bits
     zeros = _gptq_zeros(packed)
@@ -72,7 +73,7 @@ def _gptq_zeros(packed: PackedTensor) -> np.ndarray:
     return zeros
 
 
-def _read_packed(packed: PackedTensor) -> Codes | FullValues:
+def _read_packed(packed: PackedTensor) -> HostMatrix:
     outputs, inputs = packed.shape
     bits, a_word = packed.stored.bits, 32 // packed.stored.bits
     _check_shape(packed)
@@ -92,7 +93,7 @@ def _points(packed: PackedTensor) -> np.ndarray | None:
     return _unpacked(words.T, bits)[:, :outputs]
 
 
-def _read_int8(packed: PackedTensor) -> Codes | FullValues:
+def _read_int8(packed: PackedTensor) -> HostMatrix:
     values = packed.tensor(".weight", packed.shape, "int8")
     scales = packed.scales_by_output(".weight_scale")
     zeros = packed.entries.get(".weight_zero_point")
@@ -100,7 +101,7 @@ def _read_int8(packed: PackedTensor) -> Codes | FullValues:
         points = packed.tensor(".weight_zero_point", zeros.shape, "int8", "int32", *_FLOATS)
         if points.any():
             raise packed.wrong(".weight_zero_point", "is not zero; allowed: symmetric codes")
-    return Codes("int8", values.T, scales, None, None, packed.group)
+    return HostMatrix("int8", values.T, scales, group=packed.group)
 
 
 def _codes(
@@ -109,8 +110,8 @@ def _codes(
     scales: np.ndarray,
     zeros: np.ndarray | None,
     order: np.ndarray | None,
-) -> Codes | FullValues:
-    """Convert unsigned codes to `Codes`, or to floats if they have 8 bits and zero points.
+) -> HostMatrix:
+    """Convert unsigned codes to a matrix, of floats if they have 8 bits and zero points.
 
     Args:
         values: uint8 [in, out].
@@ -124,9 +125,9 @@ def _codes(
     if zeros is not None and (zeros == MIDDLE[bits]).all():
         zeros = None
     if bits == 4:
-        return Codes("int4", values, scales, zeros, order, group)
+        return HostMatrix("int4", values, scales, zeros, order, group)
     signed = (values ^ np.uint8(MIDDLE[bits])).view(np.int8)
-    codes = Codes("int8", signed, scales, None, order, group)
+    codes = HostMatrix("int8", signed, scales, None, order, group)
     if zeros is None:
         return codes
     numbers = values.astype(np.float32)
@@ -134,45 +135,45 @@ def _codes(
     numbers *= scales.astype(np.float32).repeat(group, axis=0)[: len(values)]
     if order is not None:
         numbers[order] = numbers.copy()
-    return FullValues(numbers.T)
+    return HostMatrix(FULL, numbers)
 
 
-def _layout(
+def _description(
     packed: PackedTensor, scales: str, zeros: np.ndarray | None, order: np.ndarray | None
-) -> CodesLayout | None:
-    """Return the layout of what `_codes` returns; None where it returns floats.
+) -> HostMatrix:
+    """Return a description of the matrix that `_codes` returns.
 
     Args:
         packed: the matrix.
-        scales: end of the name of the scales' tensor.
+        scales: name suffix of the tensor with the scales.
         zeros, order: see `_codes`.
     """
     bits, form = packed.stored.bits, "int4" if packed.stored.bits == 4 else "int8"
     has_zeros = zeros is not None and not (zeros == MIDDLE[bits]).all()
     if bits == 8 and has_zeros:
-        return None
-    kind = np.dtype(np.uint8) if has_zeros else None
-    return CodesLayout(form, packed.group, packed.scales_dtype(scales), kind, order)
+        return packed.described(FULL)
+    kind = np.uint8 if has_zeros else None
+    return packed.described(form, packed.scales_dtype(scales), kind, order)
 
 
-def _describe_awq(packed: PackedTensor) -> CodesLayout | None:
-    return _layout(packed, ".scales", _awq_zeros(packed), None)
+def _describe_awq(packed: PackedTensor) -> HostMatrix:
+    return _description(packed, ".scales", _awq_zeros(packed), None)
 
 
-def _describe_awq_gemv(packed: PackedTensor) -> CodesLayout | None:
-    return _layout(packed, ".scales", _gemv_zeros(packed)[0], None)
+def _describe_awq_gemv(packed: PackedTensor) -> HostMatrix:
+    return _description(packed, ".scales", _gemv_zeros(packed)[0], None)
 
 
-def _describe_gptq(packed: PackedTensor) -> CodesLayout | None:
-    return _layout(packed, ".scales", _gptq_zeros(packed), _order(packed, ".g_idx"))
+def _describe_gptq(packed: PackedTensor) -> HostMatrix:
+    return _description(packed, ".scales", _gptq_zeros(packed), _order(packed, ".g_idx"))
 
 
-def _describe_packed(packed: PackedTensor) -> CodesLayout | None:
-    return _layout(packed, ".weight_scale", _points(packed), _order(packed, ".weight_g_idx"))
+def _describe_packed(packed: PackedTensor) -> HostMatrix:
+    return _description(packed, ".weight_scale", _points(packed), _order(packed, ".weight_g_idx"))
 
 
-def _describe_int8(packed: PackedTensor) -> CodesLayout:
-    return CodesLayout("int8", packed.group, packed.scales_dtype(".weight_scale"))
+def _describe_int8(packed: PackedTensor) -> HostMatrix:
+    return packed.described("int8", packed.scales_dtype(".weight_scale"))
 
 
 def _check_shape(packed: PackedTensor) -> None:
@@ -212,12 +213,14 @@ def _unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None
 
 
 _FLOATS = ("float16", "bfloat16", "float32")
-AWQ = Layout(".qweight", "int32", (".qzeros", ".scales"), (), _read_awq, _describe_awq)
-AWQ_GEMV = Layout(
+AWQ = MatrixFormat(".qweight", "int32", (".qzeros", ".scales"), (), _read_awq, _describe_awq)
+AWQ_GEMV = MatrixFormat(
     ".qweight", "int32", (".qzeros", ".scales"), (), _read_awq_gemv, _describe_awq_gemv
 )
-GPTQ = Layout(".qweight", "int32", (".qzeros", ".scales", ".g_idx"), (), _read_gptq, _describe_gptq)
-PACKED = Layout(
+GPTQ = MatrixFormat(
+    ".qweight", "int32", (".qzeros", ".scales", ".g_idx"), (), _read_gptq, _describe_gptq
+)
+PACKED = MatrixFormat(
     ".weight_packed",
     "int32",
     (".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"),
@@ -225,6 +228,6 @@ PACKED = Layout(
     _read_packed,
     _describe_packed,
 )
-INT8 = Layout(
+INT8 = MatrixFormat(
     ".weight", "int8", (".weight_scale", ".weight_zero_point"), (), _read_int8, _describe_int8
 )

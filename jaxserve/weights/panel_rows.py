@@ -9,18 +9,19 @@ are transposed one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 
 import numpy as np
 
+from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.models.weight_table import WeightName
+from jaxserve.weights.fused_parameters import by_path, contracted, holds_experts
+from jaxserve.weights.layouts import Axes, number_panels, panel_axes
+from jaxserve.weights.placement import Parameters, in_blocks
 from jaxserve.weights.safetensors import TensorEntry
-from pallas_kernels.cpu.panels import PANEL, panel_shape
-
-# The input axes and the output axes of a parameter. An axis before them numbers the experts.
-Axes = tuple[tuple[int, ...], tuple[int, ...]]
+from pallas_kernels.cpu.panels import PANEL
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,39 @@ class PanelPlan:
     """Description of how a parameter is read into panels.
 
     Attributes:
-        shape: shape of the panels, [E, ...] for experts.
-        stored: dtype of the panels.
-        inputs: number of inputs.
-        outputs: shape of the outputs.
+        weight: the parameter, with the shape of its panels.
         rows: consecutive rows by tensor name and part number, in the order of the file. None if a
             tensor holds the matrices of all experts, which are transposed one by one.
     """
 
-    shape: tuple[int, ...]
-    stored: np.dtype
-    dtype: np.dtype
-    inputs: int
-    outputs: tuple[int, ...]
+    weight: PlacedWeight
     rows: Mapping[tuple[str, int], Sequence[PanelRows]] | None
+
+
+def panel_plans(
+    table: Iterable[WeightName],
+    entries: Mapping[str, TensorEntry],
+    dims: Mapping[str, int],
+    parameters: Parameters,
+    form: str | None,
+) -> dict[str, PanelPlan]:
+    """Return the plans, by path, of the parameters that are read directly into panels.
+
+    Parameters that `form` quantizes have no plan.
+    """
+    plans = {}
+    for path, parts in by_path(table).items():
+        parameter = parameters[path]
+        dtype = np.dtype(parameter.dtype)
+        axes = panel_axes(parameter.get_metadata()["axes"], dtype)
+        matrices = contracted(parameter) is not None or holds_experts(parameter)
+        blocked = in_blocks(parameter, form, panels=True) is not None
+        quantized = blocked or (form is not None and matrices)
+        if axes is not None and not quantized:
+            plan = panel_plan(parts, entries, dims, parameter.shape, dtype, axes)
+            if plan is not None:
+                plans[path] = plan
+    return plans
 
 
 def panel_plan(
@@ -83,15 +103,10 @@ def panel_plan(
     axes: Axes,
 ) -> PanelPlan | None:
     """Return the plan to read a parameter into panels, or None if its rows do not fit panels."""
-    inputs, outputs = (tuple(shape[axis] for axis in group) for group in axes)
+    weight = number_panels(shape, dtype, axes)
     leading = shape[: len(shape) - len(axes[0]) - len(axes[1])]
-    panels, stored = panel_shape(prod(inputs), prod(outputs), dtype)
-
-    def plan(rows: Mapping[tuple[str, int], Sequence[PanelRows]] | None) -> PanelPlan:
-        return PanelPlan((*leading, *panels), stored, dtype, prod(inputs), outputs, rows)
-
     if leading and parts[0].index == (...,):
-        return plan(None)
+        return PanelPlan(weight, None)
     rows = {}
     planned: dict[str, list[PanelRows] | None] = {}  # equal layouts are planned only once
     for part in parts:
@@ -103,15 +118,17 @@ def panel_plan(
                 matrix, dims, shape[len(leading) :], (matrix_axes[0], matrix_axes[1])
             )
             shared = bool(leading)
-            planned[like] = None if order is None else _panel_rows(*order, prod(outputs), shared)
+            planned[like] = (
+                None if order is None else _panel_rows(*order, prod(weight.outputs), shared)
+            )
         runs = planned[like]
         if runs is None or any(
             row % entries[part.name].rows_together for run in runs for row in run.rows
         ):
             return None
-        first = expert * panels[0]
+        first = expert * weight.values.shape[-3]
         rows[part.name, part.part] = [replace(run, panel=first + run.panel) for run in runs]
-    return plan(rows)
+    return PanelPlan(weight, rows)
 
 
 def _matrix_of(part: WeightName) -> tuple[int, WeightName]:

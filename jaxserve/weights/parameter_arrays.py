@@ -18,11 +18,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxserve.models.quantized import (
+from jaxserve.models.placed_weight import (
     EXPERTS,
     PROJECTIONS,
-    QuantizedExperts,
-    QuantizedWeight,
+    PlacedWeight,
     SplitWeight,
     flat_shape,
 )
@@ -58,7 +57,7 @@ def forms(values: Mapping[str, Any]) -> dict[str, Any]:
 def _form(value: Any) -> Any:
     if isinstance(value, TokenRounded):
         return {ROUNDED: _form(value.weight)}
-    if isinstance(value, QuantizedWeight | QuantizedExperts):
+    if isinstance(value, PlacedWeight):
         return value.form
     if isinstance(value, SplitWeight):
         pairs = zip(value.weights, value.places, strict=True)
@@ -68,7 +67,7 @@ def _form(value: Any) -> Any:
 
 def abstract_parameter(
     path: str, form: Any, parameter: nnx.Param[Any], shapes: Shapes
-) -> QuantizedWeight | QuantizedExperts | SplitWeight | TokenRounded:
+) -> PlacedWeight | SplitWeight | TokenRounded:
     """Return a quantized parameter with shapes in place of arrays.
 
     Args:
@@ -85,13 +84,10 @@ def abstract_parameter(
         return TokenRounded(abstract_parameter(path + ".weight", form[ROUNDED], parameter, shapes))
     shape, axes = tuple(parameter.shape), parameter.get_metadata()["axes"]
     if axes in EXPERTS:
-        inputs, outputs = shape[1], shape[2:]
-        arrays = _arrays(path, form, inputs, prod(outputs), (shape[0],), shapes)
-        if "order" in arrays:
+        weight = _weight(path, form, shape[1], shape[2:], shapes, shape[:1])
+        if weight.order is not None:
             raise ValueError(f"{path}.order is not for experts")
-        return QuantizedExperts(
-            arrays["values"], arrays["scales"], arrays.get("zeros"), form, inputs, outputs
-        )
+        return weight
     contract = PROJECTIONS.get(axes)
     if contract is None:
         raise ValueError(f"{path} is none that can be quantized")
@@ -135,17 +131,14 @@ def _part(
 
 
 def _weight(
-    path: str, form: Any, inputs: int, outputs: tuple[int, ...], shapes: Shapes
-) -> QuantizedWeight:
-    arrays = _arrays(path, form, inputs, prod(outputs), (), shapes)
-    zeros, order = arrays.get("zeros"), arrays.get("order")
-    return QuantizedWeight(arrays["values"], arrays["scales"], zeros, order, form, inputs, outputs)
-
-
-def _arrays(
-    path: str, form: Any, inputs: int, outputs: int, leading: tuple[int, ...], shapes: Shapes
-) -> dict[str, Any]:
-    """Return the abstract arrays of a quantized matrix, or of the matrices of all experts.
+    path: str,
+    form: Any,
+    inputs: int,
+    outputs: tuple[int, ...],
+    shapes: Shapes,
+    leading: tuple[int, ...] = (),
+) -> PlacedWeight:
+    """Return a quantized matrix, or the matrices of all experts, with shapes instead of arrays.
 
     leading: (number of experts,) for experts, otherwise empty.
 
@@ -154,7 +147,7 @@ def _arrays(
     """
     if form not in FORMS:
         raise ValueError(f"{path} has form {str(form)[:40]!r}; allowed: {', '.join(FORMS)}")
-    names = ("values", "scales", "zeros", "order")
+    names, size = ("values", "scales", "zeros", "order"), prod(outputs)
     stored = {name: shapes[f"{path}.{name}"] for name in names if f"{path}.{name}" in shapes}
     for name in ("values", "scales"):
         if name not in stored or len(stored[name][0]) != len(leading) + 2:
@@ -164,9 +157,9 @@ def _arrays(
     padding = rows * width - inputs
     whole = 0 < groups <= rows and rows % groups == 0 and 0 <= padding <= rows // groups * width
     allowed = {
-        "values": ((*leading, rows, outputs), ("int8" if form == "int8" else "uint8",)),
-        "scales": ((*leading, groups, outputs), SCALES),
-        "zeros": ((*leading, groups, outputs), ("uint8", "float16") if form == "int4" else ()),
+        "values": ((*leading, rows, size), ("int8" if form == "int8" else "uint8",)),
+        "scales": ((*leading, groups, size), SCALES),
+        "zeros": ((*leading, groups, size), ("uint8", "float16") if form == "int4" else ()),
         "order": ((inputs,), ("int32",)),
     }
     for name, (shape, dtype) in stored.items():
@@ -175,7 +168,12 @@ def _arrays(
     has_minima = stored.get("zeros", ((), "uint8"))[1] == "float16"
     if has_minima and (stored["scales"][1] != "float16" or rows * width != GROUP * groups):
         raise ValueError(f"{path}.zeros are float16, for scales in float16 of {GROUP} inputs")
-    return {
-        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype))
-        for name, (shape, dtype) in stored.items()
-    }
+
+    def array(name: str) -> Any:
+        if name not in stored:
+            return None
+        shape, dtype = stored[name]
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+
+    values, scales, zeros, order = map(array, names)
+    return PlacedWeight(values, scales, zeros, order, form, inputs, outputs)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,25 +16,21 @@ from jax.sharding import Mesh
 from jaxserve.errors import CheckpointError
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.attention import Attention
-from jaxserve.models.output_rows import with_output_rows
-from jaxserve.models.panels import BlockPanels, PanelWeight, with_panels
-from jaxserve.models.quantized import (
-    EXPERTS,
-    PROJECTIONS,
-    QuantizedExperts,
-    QuantizedWeight,
-    SplitWeight,
-    flat_shape,
-)
+from jaxserve.models.placed_weight import PROJECTIONS, flat_shape
 from jaxserve.models.shards import parts_of
-from jaxserve.models.token_rounding import TokenRounded, with_weight
+from jaxserve.models.token_rounding import TokenRounded
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_quantize import best_rows, block_forms, grouped_form
-from jaxserve.weights.codes import Codes
 from jaxserve.weights.cutting import cut
-from jaxserve.weights.expert_codes import fused_experts, quantized_experts
-from jaxserve.weights.fused_parameters import dequantized, fused
-from jaxserve.weights.panel_rows import Axes, PanelPlan, panel_plan
+from jaxserve.weights.fused_parameters import (
+    by_path,
+    contracted,
+    dequantized,
+    fused_parameter,
+    holds_experts,
+    quantized_experts,
+)
+from jaxserve.weights.layouts import PLACED, laid_out, output_major
 from jaxserve.weights.pieces import placed_parts
 from jaxserve.weights.quantize import in_groups, quantize
 from jaxserve.weights.quantized_tensors import SplitCheckpoint, kv_scale_of
@@ -43,20 +39,10 @@ from pallas_kernels.cpu.blocks import FORMATS
 from pallas_kernels.devices import DeviceLimits, target_device
 
 Parameters = Mapping[str, nnx.Param[Any]]
-# Places a parameter, given its path and values, on its device or devices.
+# Places an array on JAX's default device, given the path of its parameter.
 Place = Callable[[str, np.ndarray], Any]
-# Lays out a quantized parameter, given its path and value, and places it if it is on the host.
-Finish = Callable[[str, Any], Any]
 
 SCALES_AXES = ("key_value", "kv_heads")
-QUANTIZED = QuantizedWeight | SplitWeight | QuantizedExperts | BlockPanels | TokenRounded
-
-
-def contracted(parameter: nnx.Param[Any]) -> int | None:
-    """Return how many dimensions of a parameter are inputs, or None if it is never quantized."""
-    return PROJECTIONS.get(parameter.get_metadata()["axes"])
-
-
 # Number of input dimensions of the embedding matrices that may stay in blocks, by axes. A table has
 # 0, because its rows are looked up.
 _EMBEDDINGS = {("embed", "vocab"): 1, ("vocab", "embed"): 0}
@@ -68,89 +54,75 @@ def block_inputs(parameter: nnx.Param[Any]) -> int | None:
     return PROJECTIONS.get(axes, _EMBEDDINGS.get(axes))
 
 
-def holds_experts(parameter: nnx.Param[Any]) -> bool:
-    """Return whether a parameter holds the matrices of all experts, which may be quantized."""
-    return parameter.get_metadata()["axes"] in EXPERTS
+def place_on_default(path: str, values: np.ndarray) -> jax.Array:
+    """Place values on JAX's default device. On CPU this makes no copy, unlike `jnp.asarray`."""
+    return jax.device_put(values)
 
 
-def panelled(place: Place, parameters: Parameters) -> Place:
-    """Return a function like `place` that places matrices as panels for our CPU kernels."""
+@dataclass(frozen=True)
+class Placement:
+    """Quantizes parameters, divides them over devices, lays them out, and places them.
 
-    def place_panels(path: str, values: np.ndarray) -> Any:
-        panels = _panels(parameters[path].get_metadata()["axes"], values)
-        return place(path, values) if panels is None else panels
-
-    return place_panels
-
-
-def divided(place: Place, config: ModelConfig, parameters: Parameters, mesh: Mesh | None) -> Place:
-    """Return a function like `place` that divides parameters over the devices of a mesh.
-
-    Args:
-        place: places a part on JAX's default device, given the path of the parameter.
+    Attributes:
         config: configuration of the model, with its split over the mesh.
-        mesh: the devices, None for one device, which returns `place`.
-    """
-    if mesh is None:
-        return place
-
-    def place_parts(path: str, values: np.ndarray) -> Any:
-        parts = parts_of(config, parameters[path].get_metadata()["axes"], values.shape, path)
-        return placed_parts(mesh, parts, lambda device: place(path, parts[device].cut(values)))
-
-    return place_parts
-
-
-def placing(
-    place: Place,
-    config: ModelConfig,
-    parameters: Parameters,
-    form: str | None,
-    panels: bool,
-    mesh: Mesh | None,
-) -> Place:
-    """Return a function like `place` that also quantizes, lays out panels and divides over a mesh.
-
-    Quantized parameters are returned whole and on the host. `finishing` divides and places them.
-    For the arguments see `quantizing` and `divided`.
-    """
-    place = panelled(place, parameters) if panels else place
-    return quantizing(divided(place, config, parameters, mesh), parameters, form, panels)
-
-
-def finishing(
-    config: ModelConfig, parameters: Parameters, panels: bool, mesh: Mesh | None
-) -> Finish:
-    """Return a function that lays out quantized parameters and places them on the devices.
-
-    The function returns other parameters, which are placed already, unchanged.
-
-    Args:
-        config: configuration of the model, with its split over the mesh.
-        panels: lay them out for our CPU kernels.
-        mesh: the devices, None for one device.
+        parameters: the model's parameters by path.
+        form: form of the layers' matrices, "int8", "fp8" or "int4", or None for no quantization.
+        panels: lay matrices out for our CPU kernels. "int4" is then GGUF blocks.
+        mesh: the devices, or None for one device.
+        put: places an array that is not quantized.
     """
 
-    def placed(value: Any) -> Any:
-        return jax.tree.map(jax.device_put, with_weight(value, with_panels) if panels else value)
+    config: ModelConfig
+    parameters: Parameters
+    form: str | None
+    panels: bool
+    mesh: Mesh | None
+    put: Place = place_on_default
 
-    def finish(path: str, value: Any) -> Any:
-        if not isinstance(value, QUANTIZED):
-            return value  # placed already
-        if mesh is None:
-            return placed(value)
-        parameter = parameters[path]
+    def quantized(self, path: str, values: np.ndarray) -> Any:
+        """Return the parameter quantized, on the host, or `values` if it keeps its dtype."""
+        parameter, form = self.parameters[path], self.form
+        blocked = in_blocks(parameter, form, self.panels)
+        if blocked is not None:
+            outputs = values.shape[blocked:] if blocked else values.shape[:1]
+            rows = values.reshape(-1, prod(outputs)).T if blocked else values
+            forms = block_forms(path, rows.shape[1], self.config.num_hidden_layers)
+            return best_rows(rows, forms).as_weight(outputs, values.dtype.name)
+        contract = contracted(parameter)
+        if form is not None and holds_experts(parameter):
+            return quantized_experts(values, form)
+        if form is None or contract is None:
+            return values
+        flat = values.reshape(flat_shape(values.shape, contract)).astype(np.float32, copy=False)
+        is_int4 = form == "int4"
+        codes = in_groups(flat, grouped_form(len(flat))) if is_int4 else quantize(flat, form)
+        return codes.as_weight(values.shape[contract:])
+
+    def placed(self, path: str, value: Any) -> Any:
+        """Divide a parameter over the devices, lay each part out, and place it.
+
+        Args:
+            path: path of the parameter.
+            value: its array, or its quantized form on the host.
+        """
+        if self.mesh is None:
+            return self._on_default(path, value)
+        parameter = self.parameters[path]
         axes = parameter.get_metadata()["axes"]
-        parts = parts_of(config, axes, tuple(parameter.shape), path)
+        parts = parts_of(self.config, axes, tuple(parameter.shape), path)
 
-        def form(device: int) -> Any:
-            piece = placed(cut(value, axes, parts[device], path))
-            turned = not multiplies_input_major(target_device())
-            return with_weight(piece, with_output_rows) if turned else piece
+        def part_on(device: int) -> Any:
+            piece = self._on_default(path, cut(value, axes, parts[device], path))
+            return piece if multiplies_input_major(target_device()) else output_major(piece)
 
-        return placed_parts(mesh, parts, form)
+        return placed_parts(self.mesh, parts, part_on)
 
-    return finish
+    def _on_default(self, path: str, value: Any) -> Any:
+        if self.panels:
+            value = laid_out(value, self.parameters[path].get_metadata()["axes"])
+        if isinstance(value, PLACED):
+            return jax.tree.map(jax.device_put, value)
+        return self.put(path, value)
 
 
 def multiplies_input_major(device: DeviceLimits) -> bool:
@@ -160,79 +132,23 @@ def multiplies_input_major(device: DeviceLimits) -> bool:
 
 def use_panels(model: Decoder) -> None:
     """Convert the matrices of a model to panels, in place and one at a time."""
-    for _, node in nnx.iter_graph(model):
-        if not isinstance(node, nnx.Param):
-            continue
-        if not isinstance(node[...], jax.Array):
-            node.set_value(with_weight(node[...], with_panels))
-        else:
-            panels = _panels(node.get_metadata().get("axes"), np.asarray(node[...]))
-            if panels is not None:
-                node.set_value(panels)
+    for parameter in _parameters(model):
+        value = parameter[...]
+        axes = parameter.get_metadata().get("axes")
+        placed = laid_out(np.asarray(value) if isinstance(value, jax.Array) else value, axes)
+        if isinstance(placed, PLACED):
+            parameter.set_value(jax.tree.map(jax.device_put, placed))
 
 
 def use_output_rows(model: Decoder) -> None:
     """Convert a model's quantized matrices to outputs as rows, in place and one at a time."""
-    for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Param) and not isinstance(node[...], jax.Array):
-            node.set_value(with_weight(node[...], with_output_rows))
+    for parameter in _parameters(model):
+        if isinstance(parameter[...], PLACED):
+            parameter.set_value(output_major(parameter[...]))
 
 
-def _panels(names: Any, values: np.ndarray) -> PanelWeight | None:
-    axes = panel_axes(names, values.dtype)
-    if axes is None:
-        return None
-    if names in EXPERTS:
-        return PanelWeight.of_experts(values)
-    inputs, outputs = axes
-    return PanelWeight.of(values.transpose(*inputs, *outputs), len(inputs))
-
-
-def panel_axes(names: Any, dtype: np.dtype) -> Axes | None:
-    """Return the input axes and output axes of a parameter, or None if it is not put in panels.
-
-    An embedding table is put in panels only if its dtype has 16 bits. XLA on CPU would convert the
-    whole table to float32 for a lookup in a loop, but a lookup in panels reads the bits directly.
-    """
-    if names == ("vocab", "embed"):
-        return ((1,), (0,)) if dtype.itemsize == 2 else None
-    if names in EXPERTS:
-        return (1,), tuple(range(2, len(names)))
-    contract = 1 if names in (("embed", "vocab"), ("embed", "experts")) else PROJECTIONS.get(names)
-    if contract is None:
-        return None
-    return tuple(range(contract)), tuple(range(contract, len(names)))
-
-
-def panel_plans(
-    table: Iterable[WeightName],
-    entries: Mapping[str, TensorEntry],
-    dims: Mapping[str, int],
-    parameters: Parameters,
-    form: str | None,
-) -> dict[str, PanelPlan]:
-    """Return the plans, by path, of the parameters that are read directly into panels.
-
-    Parameters that `form` quantizes have no plan.
-    """
-    plans = {}
-    for path, parts in groupby(sorted(table, key=lambda part: part.path), lambda part: part.path):
-        parameter = parameters[path]
-        dtype = np.dtype(parameter.dtype)
-        axes = panel_axes(parameter.get_metadata()["axes"], dtype)
-        matrices = contracted(parameter) is not None or holds_experts(parameter)
-        blocked = in_blocks(parameter, form, panels=True) is not None
-        quantized = blocked or (form is not None and matrices)
-        if axes is not None and not quantized:
-            plan = panel_plan(list(parts), entries, dims, parameter.shape, dtype, axes)
-            if plan is not None:
-                plans[path] = plan
-    return plans
-
-
-def place_panels(plan: PanelPlan, panels: np.ndarray) -> PanelWeight:
-    """Place panels on JAX's default device, and return them as the parameter of `plan`."""
-    return PanelWeight(jax.device_put(panels), plan.dtype.name, plan.outputs, plan.inputs)
+def _parameters(model: Decoder) -> Iterator[nnx.Param[Any]]:
+    return (node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Param))
 
 
 def in_blocks(parameter: nnx.Param[Any], form: str | None, panels: bool) -> int | None:
@@ -248,52 +164,12 @@ def in_blocks(parameter: nnx.Param[Any], form: str | None, panels: bool) -> int 
     return None if contract is None or inputs % FORMATS["Q4_1"].size else contract
 
 
-def quantizing(
-    place: Place, parameters: Parameters, form: str | None, panels: bool = False
-) -> Place:
-    """Return a function that quantizes the layers' matrices to `form`, and places other parameters.
-
-    Quantized matrices are returned on the host.
-
-    Args:
-        place: places a parameter that is not quantized.
-        form: "int8", "fp8", "int4", or None for no quantization.
-        panels: the weights are for our CPU kernels. "int4" is then GGUF blocks.
-    """
-    layers = 1 + max(
-        (int(path.split(".")[1]) for path in parameters if "layers." in path), default=0
-    )
-
-    def quantize_to_blocks(path: str, values: np.ndarray, contract: int) -> BlockPanels:
-        outputs = values.shape[contract:] if contract else values.shape[:1]
-        rows = values.reshape(-1, prod(outputs)).T if contract else values
-        best = best_rows(rows, block_forms(path, rows.shape[1], layers))
-        return BlockPanels.of(best.blocks, best.form, values.dtype.name, outputs)
-
-    def quantize_and_place(path: str, values: np.ndarray) -> Any:
-        blocked = in_blocks(parameters[path], form, panels)
-        if blocked is not None:
-            return quantize_to_blocks(path, values, blocked)
-        contract = contracted(parameters[path])
-        if form is not None and holds_experts(parameters[path]):
-            return quantized_experts(values, form)
-        if form is None or contract is None:
-            return place(path, values)
-        flat = values.reshape(flat_shape(values.shape, contract)).astype(np.float32, copy=False)
-        is_int4 = form == "int4"
-        codes = in_groups(flat, grouped_form(len(flat))) if is_int4 else quantize(flat, form)
-        return codes.as_weight(values.shape[contract:])
-
-    return quantize_and_place
-
-
 def read_packed(
     checkpoint: SplitCheckpoint,
     parameters: Parameters,
     dims: Mapping[str, int],
-    place: Place,
+    placement: Placement,
     report: Callable[[int], None],
-    finish: Finish,
 ) -> dict[str, Any]:
     """Read the parameters that a checkpoint stores quantized, and return them placed, by path.
 
@@ -301,49 +177,41 @@ def read_packed(
     So are experts that cannot be stacked.
 
     Args:
-        place: places a dequantized parameter.
+        placement: quantizes and places the parameters.
         report: called with the bytes of each parameter after it was read.
-        finish: lays out and places a quantized parameter.
 
     Raises:
         CheckpointError: see `PackedTensor.read`. Also if only some tensors of a fused parameter
             are quantized.
     """
-    table = sorted(checkpoint.packed_table, key=lambda part: part.path)
     plain = {weight.path: weight.name for weight in checkpoint.table}
     values: dict[str, Any] = {}
-    for path, group in groupby(table, key=lambda part: part.path):
-        weights = list(group)
+    for path, weights in by_path(checkpoint.packed_table).items():
         if path in plain:
             raise CheckpointError(
                 f"{checkpoint.checkpoint.directory}: {weights[0].name!r} is quantized and "
                 f"{plain[path]!r} is not; they are one product here and must be stored alike"
             )
         # Free the host memory of this parameter before the next one is read.
-        value = _read_packed(checkpoint, weights, parameters[path], dims, place)
-        values[path] = finish(path, value)
+        value = read_parameter(checkpoint, weights, parameters[path], dims)
+        if isinstance(value, np.ndarray):
+            value = placement.quantized(path, value)
+        values[path] = placement.placed(path, value)
         del value
         report(sum(checkpoint.packed[name].num_bytes for name in {w.name for w in weights}))
     return values
 
 
-def _read_packed(
+def read_parameter(
     checkpoint: SplitCheckpoint,
     weights: list[WeightName],
     parameter: nnx.Param[Any],
     dims: Mapping[str, int],
-    place: Place,
 ) -> Any:
-    """Read one parameter: its codes on the host, or its dequantized values, placed."""
-    codes = {name: checkpoint.packed[name].read() for name in {w.name for w in weights}}
-    parts = [(weight, codes[weight.name]) for weight in weights]
-    contract = contracted(parameter)
-    narrow = [(part, value) for part, value in parts if isinstance(value, Codes)]
-    quantized: Any = None
-    if len(narrow) == len(parts) and contract is not None:
-        quantized = fused(narrow, parameter.shape, contract, dims)
-    elif len(narrow) == len(parts) and holds_experts(parameter):
-        quantized = fused_experts(narrow, parameter.shape, dims)
+    """Read one parameter of quantized tensors: its codes on the host, or its dequantized values."""
+    matrices = {name: checkpoint.packed[name].read() for name in {w.name for w in weights}}
+    parts = [(weight, matrices[weight.name]) for weight in weights]
+    quantized = fused_parameter(parts, parameter, dims)
     if quantized is not None:
         rounds = checkpoint.packed[weights[0].name].stored.rounds_rows
         return TokenRounded(quantized) if rounds else quantized
@@ -354,7 +222,7 @@ def _read_packed(
             f"{checkpoint.checkpoint.directory}: {weights[0].name!r}, once it is widened "
             f"to {parameter.dtype}, holds NaN or infinity"
         )
-    return place(weights[0].path, whole)
+    return whole
 
 
 def set_kv_scales(

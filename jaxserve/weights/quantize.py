@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxserve.weights.block_codes import codes_of
 from jaxserve.weights.block_quantize import quantize_rows
-from jaxserve.weights.codes import FP8, Codes
+from jaxserve.weights.host_matrix import FP8, HostMatrix
 
 FORMS = ("int8", "fp8", "int4")
 GROUP = 32  # inputs that share a scale in int4
@@ -26,7 +26,7 @@ FP8_MAX, INT8_MAX = 448.0, 127
 ROOM_BYTES = 1 << 20  # size of temporaries, so that they stay in the CPU's cache
 
 
-def quantize(weight: np.ndarray, form: str) -> Codes:
+def quantize(weight: np.ndarray, form: str) -> HostMatrix:
     """Quantize float32[I, O] to "int8", "fp8" or "int4". The module docstring bounds the errors."""
     inputs, outputs = weight.shape
     if form == "int4":
@@ -44,10 +44,10 @@ def quantize(weight: np.ndarray, form: str) -> Codes:
             values[start : start + count] = scaled.astype(FP8).view(np.uint8)
         else:
             values[start : start + count] = np.rint(scaled, out=scaled)
-    return Codes(form, values, scales[None], None, None, group=inputs)
+    return HostMatrix(form, values, scales[None], None, None, group=inputs)
 
 
-def in_groups(weight: np.ndarray, name: str) -> Codes:
+def in_groups(weight: np.ndarray, name: str) -> HostMatrix:
     """Quantize float32[I, O] to the codes of format `name`, "Q4_1" or "Q8_0".
 
     To quantize an incomplete last group, its inputs are repeated; the result has I rows again.

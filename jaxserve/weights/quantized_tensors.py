@@ -15,10 +15,10 @@ from jaxserve.models.weight_table import WeightName
 from jaxserve.weights import packed_floats, packed_words
 from jaxserve.weights.bitsandbytes import BNB4, BNB8
 from jaxserve.weights.checkpoint import Checkpoint
-from jaxserve.weights.packed_tensor import PLAIN, Layout, PackedTensor
+from jaxserve.weights.packed_tensor import PLAIN, MatrixFormat, PackedTensor
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
-LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+FORMATS: Mapping[str, MatrixFormat] = MappingProxyType(
     {
         "fp8": packed_floats.FP8,
         "awq": packed_words.AWQ,
@@ -79,16 +79,16 @@ def sort_packed(
     remaining, table = dict(checkpoint.tensors), list(table)
     if stored is None:
         return SplitCheckpoint(checkpoint, table, [], {}, {})
-    layout = LAYOUTS[stored.layout]
+    format_ = FORMATS[stored.layout]
     packed: dict[str, PackedTensor] = {}
     for weight in table:
         shape = weight.shape(dims)
         if weight.name in packed or not weight.name.endswith(".weight") or len(shape) != 2:
             continue
-        entries = _entries(remaining, weight.name, layout)
+        entries = _entries(remaining, weight.name, format_)
         if entries:
             size = shape[0], shape[1]
-            packed[weight.name] = PackedTensor(weight.name, entries, stored, layout, size)
+            packed[weight.name] = PackedTensor(weight.name, entries, stored, format_, size)
             _drop_null_bias(remaining, weight.name, table)
     if stored.form == "full":
         _take_neighbours(remaining, packed, table, stored, dims)
@@ -99,16 +99,16 @@ def sort_packed(
 
 
 def _entries(
-    remaining: dict[str, TensorEntry], name: str, layout: Layout
+    remaining: dict[str, TensorEntry], name: str, format_: MatrixFormat
 ) -> dict[str, TensorEntry]:
     # Removes the tensors of a quantized matrix from `remaining`. Returns {} for a plain matrix.
     stem = name.removesuffix(".weight")
-    if not layout.holds(stem, remaining):
+    if not format_.holds(stem, remaining):
         return {}
-    for suffix in layout.unused:
+    for suffix in format_.unused:
         remaining.pop(stem + suffix, None)
     return {
-        s: remaining.pop(stem + s) for s in (layout.codes, *layout.parts) if stem + s in remaining
+        s: remaining.pop(stem + s) for s in (format_.codes, *format_.parts) if stem + s in remaining
     }
 
 

@@ -7,9 +7,9 @@ two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,44 +19,13 @@ from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.gguf.blocks import are_finite, rows_of_blocks
 from jaxserve.weights.gguf.file import GgufTensor
 from jaxserve.weights.gguf.joined import JoinedTensor
+from jaxserve.weights.host_matrix import HostMatrix
 from jaxserve.weights.mxfp4 import PackedEntry, rows_of_pairs
 from jaxserve.weights.safetensors import SharedFile, TensorEntry
 from pallas_kernels.cpu.blocks import FORMATS
 
 PIECE_BYTES = 4 << 20
 MXFP4 = "MXFP4"
-
-
-@dataclass(frozen=True)
-class StackedBlocks:
-    """The matrices of all experts of a layer, in blocks of one format.
-
-    Attributes:
-        read: a function for each tensor that reads the rows of an expert, uint8 [outputs, blocks,
-            bytes per block]. Outputs are numbered by taking one from each tensor in turn.
-        order: number of each output of the model, in this numbering.
-    """
-
-    form: str
-    count: int
-    read: Sequence[Callable[[int], np.ndarray]]
-    order: np.ndarray
-
-    def rows_of(self, expert: int) -> np.ndarray:
-        """Read an expert's blocks, uint8 [outputs, blocks, bytes], in the model's output order.
-
-        Raises:
-            CheckpointError: a file cannot be read, or a scale is NaN or infinite.
-        """
-        turns, whole = len(self.read), None
-        for turn, read in enumerate(self.read):
-            rows = read(expert)
-            if whole is None:
-                whole = np.empty((len(self.order), *rows.shape[1:]), np.uint8)
-            places = np.flatnonzero(self.order % turns == turn)
-            whole[places] = rows[self.order[places] // turns]
-        assert whole is not None
-        return whole
 
 
 def stacked_form(entry: TensorEntry) -> str | None:
@@ -69,21 +38,44 @@ def stacked_form(entry: TensorEntry) -> str | None:
     return forms.pop() if len(forms) == 1 and forms <= FORMATS.keys() else None
 
 
-def stacked_blocks(part: WeightName, entry: TensorEntry, dims: Mapping[str, int]) -> StackedBlocks:
-    """Return the reader of a tensor for which `stacked_form` returns a format."""
+def stacked_reader(
+    part: WeightName, entry: TensorEntry, dims: Mapping[str, int]
+) -> Callable[[int], HostMatrix]:
+    """Return a function that reads the matrix of one expert, still in blocks, in the model's order.
+
+    The function raises CheckpointError if a file cannot be read, or a scale is NaN or infinite.
+
+    Args:
+        part: place of the tensor in the model.
+        entry: a tensor for which `stacked_form` returns a format.
+        dims: sizes of the dimensions that the table of weights names.
+    """
+    # Outputs are numbered by taking one from each tensor in turn.
     if isinstance(entry, PackedEntry):
         # The shape is [E, outputs, inputs].
-        read, numbers = [partial(_read_pairs, entry)], np.arange(entry.shape[1])[:, None]
+        reads, numbers = [partial(_read_pairs, entry)], np.arange(entry.shape[1])[:, None]
     else:
         # The shape is [E, inputs, outputs].
         assert isinstance(entry, JoinedTensor)
-        read = [partial(_read_expert, tensor) for tensor in entry.parts]
+        reads = [partial(_read_expert, tensor) for tensor in entry.parts]
         numbers = np.arange(entry.shape[2])
     one_expert = next(part.blocks(dims, 1))
-    order = one_expert.arrange(np.broadcast_to(numbers, (1, *entry.shape[1:])))[0, 0]
-    form = stacked_form(entry)
+    order = one_expert.arrange(np.broadcast_to(numbers, (1, *entry.shape[1:])))[0, 0].reshape(-1)
+    form, turns = stacked_form(entry), len(reads)
     assert form is not None
-    return StackedBlocks(form, entry.shape[0], read, order.reshape(-1))
+
+    def read(expert: int) -> HostMatrix:
+        whole: np.ndarray | None = None
+        for turn, read_rows_of in enumerate(reads):
+            rows = read_rows_of(expert)
+            if whole is None:
+                whole = np.empty((len(order), *rows.shape[1:]), np.uint8)
+            places = np.flatnonzero(order % turns == turn)
+            whole[places] = rows[order[places] // turns]
+        assert whole is not None
+        return HostMatrix(form, whole)
+
+    return read
 
 
 def read_rows(entry: GgufTensor) -> np.ndarray:

@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.models import Decoder, parse_model_config, read_model_config
-from jaxserve.models.quantized import QuantizedWeight
+from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.settings.config import EngineConfig, bundled_model
 from jaxserve.start.loaded import Loaded
 from jaxserve.weights import load_weights
@@ -143,7 +143,7 @@ def bits_a_weight(model: Decoder) -> float:
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves(matrices))
     count = sum(
         matrix.inputs * math.prod(matrix.outputs)
-        if isinstance(matrix, QuantizedWeight)
+        if isinstance(matrix, PlacedWeight)
         else matrix.size
         for matrix in matrices
     )

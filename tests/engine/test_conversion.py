@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve import LLM, EngineConfig, UnsupportedModel
 from jaxserve.commands.cli import main
-from jaxserve.models.quantized import QuantizedExperts
+from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.models.token_rounding import TokenRounded
 from jaxserve.start.sources.find import find_source
 from jaxserve.start.start import load
@@ -91,7 +91,7 @@ def test_quantized_weights_are_converted(form: str, tmp_path: Path, capsys) -> N
     down = got["layers.0.mlp.down"]
     assert isinstance(down, TokenRounded) == (form == "w8a8")
     down = down.weight if isinstance(down, TokenRounded) else down
-    assert isinstance(down, QuantizedExperts) == (form != "nf4")
+    assert isinstance(down, PlacedWeight) == (form != "nf4")
     again = EngineConfig(model=to, quantization="int8", skip_tokenizer_init=True, **SMALL)
     with pytest.raises(UnsupportedModel, match="int8"):
         load(again)

@@ -41,8 +41,8 @@ from jaxserve.start.programs.compiler import Compiler
 from jaxserve.start.programs.warm_up import WarmUp
 from jaxserve.start.sources.expert_load import placement_of
 from jaxserve.weights import random_weights
-from jaxserve.weights.model_weights import filled, parameters_of, place_on_default
-from jaxserve.weights.placement import divided
+from jaxserve.weights.model_weights import filled, parameters_of
+from jaxserve.weights.placement import Placement
 from jaxserve.weights.shapes import PLAIN, RANDOM, shapes_of_model
 from scripts.lib.placed_model import model_leaves, plan_of_model
 from tests.equivalence import EXPERTS, LARGEST, TINY, Bench, fields_of_case, run_schedule
@@ -102,8 +102,9 @@ def logits_of(
 ) -> tuple[np.ndarray, Counter[str]]:
     """Return the logits after each token of two prompts, and the operations that exchange data."""
     mesh, model = make_mesh(config.split.devices), abstract_model(config, jnp.float64)
-    place = divided(place_on_default, config, parameters_of(model), mesh)
-    graphdef, state = nnx.split(filled(model, {path: place(path, values[path]) for path in values}))
+    placement = Placement(config, parameters_of(model), None, panels=False, mesh=mesh)
+    placed = {path: placement.placed(path, values[path]) for path in values}
+    graphdef, state = nnx.split(filled(model, placed))
     if mesh is not None:
         described = shapes_of_model(config, jnp.float64, None, PLAIN, RANDOM)
         planned = ModelShapes.of(described).leaves_on(mesh)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.panels import BlockPanels
+from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.weights.gguf.blocks import are_finite, rows_of_blocks
+from jaxserve.weights.host_matrix import HostMatrix
 from pallas_kernels import block_product
 from pallas_kernels.cpu import block_numbers, blocks
 from pallas_kernels.cpu.block_order import reorder
@@ -29,8 +30,8 @@ FORMS = [*blocks.FORMATS]
 STEP = 1.01 / 65278
 
 
-def in_panels(raw: np.ndarray, form: str) -> BlockPanels:
-    return BlockPanels.of(rows_of_blocks(raw, form), form, "float32", (len(raw),))
+def in_panels(raw: np.ndarray, form: str) -> PlacedWeight:
+    return HostMatrix(form, rows_of_blocks(raw, form)).as_weight((len(raw),), "float32")
 
 
 def rows(count: int, inputs: int) -> np.ndarray:
@@ -46,11 +47,11 @@ def largest_error(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 @functools.partial(jax.jit, compiler_options=FAST)
-def _dot(panels: BlockPanels, x: jax.Array) -> jax.Array:
+def _dot(panels: PlacedWeight, x: jax.Array) -> jax.Array:
     return panels.dot(x)
 
 
-def dot(panels: BlockPanels, x: np.ndarray) -> np.ndarray:
+def dot(panels: PlacedWeight, x: np.ndarray) -> np.ndarray:
     return np.asarray(_dot(panels, x))
 
 
@@ -61,7 +62,7 @@ def test_numbers_are_those_of_gguf_to_the_bit(form: str) -> None:
     chosen = np.array([0, 69, 31, 32, 5, 200], np.int32)
 
     @functools.partial(jax.jit, compiler_options=FAST)
-    def read(made: jax.Array, panels: BlockPanels) -> tuple[jax.Array, jax.Array]:
+    def read(made: jax.Array, panels: PlacedWeight) -> tuple[jax.Array, jax.Array]:
         return block_numbers.numbers(made, form), panels.columns(chosen)
 
     numbers, columns = read(rows_of_blocks(raw, form), in_panels(raw, form))
@@ -72,7 +73,7 @@ def test_numbers_are_those_of_gguf_to_the_bit(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_an_embedding_take_as_many_operations_in_every_form(form: str) -> None:
     panels = in_panels(random_blocks(form, outputs=70, inputs=512), form)
-    lowered = jax.jit(BlockPanels.columns).lower(panels, np.array([3], np.int32))
+    lowered = jax.jit(PlacedWeight.columns).lower(panels, np.array([3], np.int32))
     # They were more than a thousand where a block has 210 bytes, and most of a model's program.
     assert lowered.as_text().count("stablehlo.") < 200
 
@@ -99,7 +100,7 @@ def test_a_row_does_not_depend_on_the_others(form: str) -> None:
     x, counts = rows(40, 512), (1, 2, 3, 5, 7, 13)
 
     @functools.partial(jax.jit, compiler_options=FAST)
-    def products(panels: BlockPanels, x: jax.Array) -> list[jax.Array]:
+    def products(panels: PlacedWeight, x: jax.Array) -> list[jax.Array]:
         limited = replace(panels, num_rows=jnp.int32(11))
         return [panels.dot(x), limited.dot(x), *(panels.dot(x[:count]) for count in counts)]
 
@@ -186,12 +187,12 @@ def test_every_processor_computes_the_same(form: str, vector_bytes: int, pairs: 
         with quick_kernels():
             return run(kernel, x, panels), here
 
-    np.testing.assert_array_equal(*products(x, panels.panels))
+    np.testing.assert_array_equal(*products(x, panels.values))
 
 
 def test_experts_multiply_their_own_rows() -> None:
     weights = [random_blocks("Q4_K", 40, 256, seed) for seed in range(3)]
-    panels = jnp.stack([in_panels(raw, "Q4_K").panels for raw in weights])
+    panels = jnp.stack([in_panels(raw, "Q4_K").values for raw in weights])
     x, counts = rows(12, 256), [5, 0, 4]
     got = np.asarray(block_product(jnp.asarray(x), panels, "Q4_K", jnp.array(counts, jnp.int32)))
     first = 0
@@ -220,7 +221,7 @@ def test_scales_that_are_no_numbers_are_found(form: str) -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    panels = in_panels(random_blocks("Q4_K", 40, 512), "Q4_K").panels
+    panels = in_panels(random_blocks("Q4_K", 40, 512), "Q4_K").values
     x = jnp.zeros((2, 512))
     with pytest.raises(ValueError, match=r"expected uint8\[P, 1, 4736\] of Q4_K for 256 inputs"):
         block_product(x[:, :256], panels, "Q4_K")

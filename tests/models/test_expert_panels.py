@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from jaxserve.models import experts, read_model_config
-from jaxserve.models.panels import BlockPanels, PanelWeight, QuantizedPanels
+from jaxserve.models.placed_weight import FULL
 from jaxserve.weights import gguf_config, load_weights, read_gguf
 from jaxserve.weights.placement import use_panels
 from tests.models.cases import CASES
@@ -60,7 +60,7 @@ def test_experts_in_panels_give_what_transformers_gives(checkpoints, case, pad_t
     directory, reference = checkpoints[case]
     model = load_weights(directory, read_model_config(directory), jnp.float32, panels=True)
     sparse = [layer.mlp for layer in model.layers if isinstance(layer.mlp, experts.SparseMLP)]
-    assert all(isinstance(mlp.gate_up[...], PanelWeight) for mlp in sparse) and sparse
+    assert all(mlp.gate_up[...].layout == "panels" for mlp in sparse) and sparse
     runner, tokens = PagedRunner(model), np.random.default_rng(1).integers(0, 96, 30).tolist()
     got = [runner.run([tokens[:-1]], pad_to=36)[0], runner.run([tokens[-1:]], pad_to)[0]]
     together = 29 if "dynamic" in case else 0
@@ -114,8 +114,7 @@ def test_quantized_experts_in_panels_give_what_they_give_as_they_are(
         use_panels(model)
         error = max(2 * error, 2e-4)  # activations of 16 bits, and codes that are searched for
     found = [layer.mlp.down[...] for layer in model.layers]
-    panels = [one.codes if isinstance(one, QuantizedPanels) else one.panels for one in found]
-    assert any(array.ndim == 4 for array in panels)
+    assert any(one.in_panels and one.form != FULL and one.values.ndim == 4 for one in found)
     logits = PagedRunner(model).run([tokens])[0]
     assert relative_error(logits, logits_of_plain(case, form, tokens)) < error
 
@@ -135,7 +134,7 @@ def test_experts_in_mxfp4_give_what_transformers_gives(checkpoints):
     directory, reference = checkpoints["gpt_oss_mxfp4"]
     config, tokens = read_model_config(directory), list(range(20))
     model = load_weights(directory, config, jnp.float32, panels=True, packed=True)
-    assert all(isinstance(layer.mlp.down[...], BlockPanels) for layer in model.layers)
+    assert all(layer.mlp.down[...].layout == "block_panels" for layer in model.layers)
     got = PagedRunner(model).run([tokens], pad_to=24)[0]
     assert relative_error(got, reference_logits(reference, tokens)) < 1e-3
 

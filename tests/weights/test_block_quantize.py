@@ -31,7 +31,7 @@ def weights(outputs: int = 40, inputs: int = 512) -> np.ndarray:
 def quantized(weight: np.ndarray, form: str) -> np.ndarray:
     """Return the numbers that are multiplied."""
     rows, _ = quantize_rows(weight, form)
-    return np.asarray(numbers(jnp.asarray(rows.blocks), form))
+    return np.asarray(numbers(jnp.asarray(rows.values), form))
 
 
 @pytest.mark.parametrize("form", FORMS)

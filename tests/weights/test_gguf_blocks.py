@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.panels import BlockPanels, PanelWeight
-from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SplitWeight
+from jaxserve.models.placed_weight import PlacedWeight, SplitWeight
 from jaxserve.weights import load_weights
 from jaxserve.weights.gguf.file import read_gguf
 from jaxserve.weights.gguf.names import gguf_config
@@ -30,7 +29,7 @@ from tests.support.gguf_files import CASES, random_tensors, raw_config, write_gg
 from tests.support.quick_operations import quick_operations
 from tests.weights.test_gguf import repack
 
-CODES = (QuantizedWeight, QuantizedExperts, SplitWeight)
+CODES = (PlacedWeight, SplitWeight)
 Type = gguf.GGMLQuantizationType
 
 
@@ -48,13 +47,13 @@ numbers = jax.jit(dequantize, static_argnums=(3, 4), compiler_options=FAST)
 
 def in_full(value: Any) -> np.ndarray:
     """Return a matrix as [outputs, inputs], and any other array as it is."""
-    if isinstance(value, BlockPanels | PanelWeight) and value.panels.ndim == 3:
+    if isinstance(value, PlacedWeight) and not value.in_panels:
+        return numbers_of_codes(value)
+    if isinstance(value, PlacedWeight) and value.values.ndim == 3:
         outputs = np.arange(np.prod(value.outputs))
         return np.asarray(columns(value, jnp.asarray(outputs)))
-    if isinstance(value, BlockPanels | PanelWeight):  # of experts
-        return np.stack([in_full(replace(value, panels=own)) for own in value.panels])
-    if isinstance(value, QuantizedWeight | QuantizedExperts):
-        return numbers_of_codes(value)
+    if isinstance(value, PlacedWeight):  # of experts
+        return np.stack([in_full(replace(value, values=own)) for own in value.values])
     if isinstance(value, SplitWeight):
         inputs = in_full(value.weights[0]).shape[1]
         whole = np.empty((*value.outputs, inputs), np.float32)
@@ -65,9 +64,9 @@ def in_full(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def numbers_of_codes(value: QuantizedWeight | QuantizedExperts) -> np.ndarray:
+def numbers_of_codes(value: PlacedWeight) -> np.ndarray:
     """Return the numbers that codes encode, [outputs, inputs], or [E, outputs, inputs]."""
-    if isinstance(value, QuantizedExperts):
+    if value.values.ndim == 3:
         arrays = [part for part in (value.values, value.scales, value.zeros) if part is not None]
         return np.stack([_numbers(value.form, *own) for own in zip(*arrays, strict=True)])
     return _numbers(value.form, value.values, value.scales, value.zeros)
@@ -75,6 +74,11 @@ def numbers_of_codes(value: QuantizedWeight | QuantizedExperts) -> np.ndarray:
 
 def _numbers(form: str, values: Any, scales: Any, zeros: Any = None) -> np.ndarray:
     return np.asarray(numbers(values, scales, zeros, form, jnp.dtype(jnp.float32))).T
+
+
+def is_in_blocks(value: Any) -> bool:
+    """Return whether a parameter is in GGUF blocks, or in parts."""
+    return isinstance(value, SplitWeight) or getattr(value, "layout", "") == "block_panels"
 
 
 def values_of(path: Path, packed: bool, panels: bool = True) -> dict[str, Any]:
@@ -110,8 +114,8 @@ def test_every_architecture_has_the_same_numbers(tmp_path: Path, case: str, kind
         whole = in_full(unpacked[name])
         mine = in_full(value) if isinstance(value, CODES) else whole
         np.testing.assert_array_equal(mine.reshape(whole.shape), whole, name)
-    matrices = {name for name, value in unpacked.items() if isinstance(value, PanelWeight)}
-    stays = {name for name, value in packed.items() if isinstance(value, BlockPanels | SplitWeight)}
+    matrices = {name for name, value in unpacked.items() if isinstance(value, PlacedWeight)}
+    stays = {name for name, value in packed.items() if is_in_blocks(value)}
     # The file has these in parts that are turned around, or in floats.
     assert {name.rpartition(".")[2] for name in matrices - stays} <= {"router", "up"}
     kept = {name for name, value in codes.items() if isinstance(value, CODES)}
@@ -140,7 +144,7 @@ def test_every_kind_that_gguf_does_not_write_has_the_same_numbers(
     repack(base, path, {name: (own, kind) for name, own in zip(names, blocks, strict=True)})
     name = "layers.1.mlp.gate_up"
     packed = values_of(path, True)[name]
-    assert isinstance(packed, BlockPanels) and packed.form == kind.name
+    assert is_in_blocks(packed) and packed.form == kind.name
     np.testing.assert_array_equal(in_full(packed), in_full(values_of(path, False)[name]))
 
 

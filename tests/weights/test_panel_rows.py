@@ -113,7 +113,7 @@ def test_what_loading_needs_beside_the_model_does_not_grow_with_its_experts(
         finally:
             tracemalloc.stop()
         mlp, leaves = model.layers[0].mlp, jax.tree.leaves(nnx.state(model))
-        stack = mlp.gate_up[...].panels.nbytes
+        stack = mlp.gate_up[...].values.nbytes
         return stack, peak - sum(leaf.nbytes for leaf in leaves)
 
     load(16)  # kernels are compiled once

@@ -18,14 +18,15 @@ from flax import nnx
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, checkpoint_weights, parse_model_config, read_model_config
 from jaxserve.models.linear import matmul
-from jaxserve.models.quantized import QuantizedExperts, QuantizedWeight, SplitWeight
+from jaxserve.models.placed_weight import PlacedWeight, SplitWeight
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.settings.config import bundled_model
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import load_weights, random_weights
-from jaxserve.weights.block_codes import codes_layout, codes_of
-from jaxserve.weights.expert_codes import fused_experts, quantized_experts
-from jaxserve.weights.gguf.blocks import BlockRows, rows_of_blocks
+from jaxserve.weights.block_codes import codes_of
+from jaxserve.weights.fused_parameters import fused_experts, quantized_experts
+from jaxserve.weights.gguf.blocks import rows_of_blocks
+from jaxserve.weights.host_matrix import HostMatrix
 from jaxserve.weights.model_weights import filled
 from jaxserve.weights.quantize import FORMS, quantize
 from pallas_kernels.cpu import blocks
@@ -306,7 +307,7 @@ def test_stacked_tensors_are_taken_apart(tmp_path):
 
 def in_full(value: Any) -> np.ndarray:
     """Return a parameter's dequantized values, [..., I, O] with all outputs in one."""
-    if not isinstance(value, QuantizedWeight | QuantizedExperts):
+    if not isinstance(value, PlacedWeight):
         return np.asarray(value)
     codes, scales = np.asarray(value.values), np.asarray(value.scales, np.float32)
     if value.form == "int4":
@@ -334,7 +335,7 @@ def test_experts_of_a_quantized_checkpoint_stay_so(form, tmp_path):
     for name in ("gate_up", "down", "router"):
         value, whole = got[f"layers.0.mlp.{name}"], want[f"layers.0.mlp.{name}"]
         kept = name != "router" and form not in ("gptq_act_order", "nf4")
-        assert isinstance(value, QuantizedExperts) == kept
+        assert isinstance(value, PlacedWeight) == kept
         np.testing.assert_allclose(in_full(value).reshape(whole.shape), whole, rtol=1e-6, atol=1e-7)
         if kept:
             width = {"fp8_blocks": 1.25, "nvfp4": 1}.get(form, 0.5)
@@ -595,19 +596,20 @@ def test_blocks_as_codes_are_the_blocks_numbers(name):
     made = blocks.FORMATS[name]
     raw = random_blocks(name, outputs=6, inputs=512)
     want = unpacked(raw, name)
-    codes = codes_of(BlockRows(name, rows_of_blocks(raw, name)))
+    codes = codes_of(HostMatrix(name, rows_of_blocks(raw, name)))
     assert codes.form == ("int4" if name.startswith(("Q2", "Q3", "Q4")) else "int8")
     assert codes.group == made.run and codes.scales.dtype == np.float16
     largest = np.abs(want).reshape(6, -1, made.run).max(axis=2).repeat(made.run, axis=1)
     rounding = 2**-9 * largest + 2**-19 if made.scaled else 0
     assert (np.abs(codes.dequantized().T - want) <= rounding).all()
-    placed = codes.placed((6,))
+    placed = codes.as_weight((6,))
     np.testing.assert_array_equal(in_full(placed), codes.dequantized())
-    arrays = [placed.values, placed.scales, *(() if placed.zeros is None else (placed.zeros,))]
-    layout = codes_layout(name)
-    assert vars(layout) == vars(codes.layout)
-    rows, groups = layout.rows(want.shape[1])
-    assert [array.shape for array in arrays] == [(rows, 6), *[(groups, 6)] * (len(arrays) - 1)]
+    described = codes_of(HostMatrix.described(name, (want.shape[1], 6)))
+    assert described.joins(codes) and codes.joins(described)
+    shapes = described.as_weight((6,))
+    assert jax.tree.structure(shapes) == jax.tree.structure(placed)
+    for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(placed), strict=True):
+        assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -618,11 +620,11 @@ def test_the_blocks_matrices_are_quantized_and_nothing_else(form, raw):
     matrices = (".qkv", ".out", ".gate_up", ".down", ".query", ".query_down", ".up")
     for path, value in parameters(random_weights(config, np.float32, 0, form)).items():
         matrix = path.endswith(matrices)
-        assert isinstance(value, QuantizedWeight | QuantizedExperts) == matrix, path
+        assert isinstance(value, PlacedWeight) == matrix, path
         if not matrix:
             np.testing.assert_array_equal(value, plain[path])
             continue
-        is_four = form == "int4" and isinstance(value, QuantizedExperts)  # rows are short
+        is_four = form == "int4" and value.values.ndim == 3  # rows are short
         bits = 4 if is_four else 8
         rows = value.inputs if form != "int4" else -(-value.inputs // 32) * 32
         assert value.values.nbytes * 8 == plain[path].size // value.inputs * rows * bits

@@ -15,16 +15,15 @@ import pytest
 
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models import abstract_model, parse_model_config
-from jaxserve.models.panels import BlockPanels
-from jaxserve.models.quantized import EXPERTS, QuantizedExperts, SplitWeight
+from jaxserve.models.placed_weight import EXPERTS, PlacedWeight, SplitWeight
 from jaxserve.models.shards import Part, Split, parts_of
 from jaxserve.models.token_rounding import TokenRounded
 from jaxserve.weights.block_codes import codes_of
-from jaxserve.weights.codes import Codes
 from jaxserve.weights.cutting import cut, rows_of_panels
-from jaxserve.weights.expert_codes import quantized_experts
-from jaxserve.weights.gguf.blocks import BlockRows, rows_of_blocks
+from jaxserve.weights.fused_parameters import quantized_experts, stacked
+from jaxserve.weights.gguf.blocks import rows_of_blocks
 from jaxserve.weights.group_borders import check_groups, group_sizes
+from jaxserve.weights.host_matrix import HostMatrix
 from jaxserve.weights.model_weights import parameters_of
 from jaxserve.weights.quantize import quantize
 from pallas_kernels.cpu import blocks
@@ -55,32 +54,35 @@ def numbers(value: Any) -> np.ndarray:
             shape = tuple(size for _, size in place)
             whole[:, *window] = numbers(weight).reshape(-1, *shape)
         return whole.reshape(len(whole), -1)
-    if not isinstance(value, BlockPanels):
+    if getattr(value, "layout", "") != "block_panels":
         found = in_full(value)
         if getattr(value, "order", None) is not None:
             found = found[np.argsort(np.asarray(value.order))]
         return found
-    panels, count = np.asarray(value.panels), int(np.prod(value.outputs))
+    panels, count = np.asarray(value.values), int(np.prod(value.outputs))
     many = panels.reshape(-1, *panels.shape[-3:])
     rows = [rows_of_panels(matrix, value.form)[:count] for matrix in many]
-    found = [codes_of(BlockRows(value.form, matrix)).dequantized() for matrix in rows]
+    found = [codes_of(HostMatrix(value.form, matrix)).dequantized() for matrix in rows]
     return np.stack(found).reshape(*panels.shape[:-3], *found[0].shape)
 
 
-def in_blocks(form: str, axes: Any) -> BlockPanels:
+def in_blocks(form: str, axes: Any) -> PlacedWeight:
     """Return random blocks."""
     shape, contract = SHAPES[axes], INPUTS[axes]
     inputs, outputs = int(np.prod(shape[:contract])), shape[contract:]
     rows = rows_of_blocks(random_blocks(form, int(np.prod(outputs)), inputs), form)
-    return BlockPanels.of(rows, form, "float32", outputs)
+    return HostMatrix(form, rows).as_weight(outputs, "float32")
 
 
-def experts_in_blocks(form: str, axes: Any) -> BlockPanels:
+def experts_in_blocks(form: str, axes: Any) -> PlacedWeight:
     """Return random blocks of every expert."""
     count, inputs, *outputs = SHAPES[axes]
-    raw = (random_blocks(form, int(np.prod(outputs)), inputs, seed) for seed in range(count))
-    rows = (rows_of_blocks(own, form) for own in raw)
-    return BlockPanels.of_experts(rows, count, form, "float32", tuple(outputs))
+
+    def matrix_of(expert: int) -> HostMatrix:
+        raw = random_blocks(form, int(np.prod(outputs)), inputs, expert)
+        return HostMatrix(form, rows_of_blocks(raw, form))
+
+    return stacked(matrix_of, count, tuple(outputs), "float32")
 
 
 def coded(axes: Any, form: str, group: int, zeros: bool = False, order: bool = False) -> Any:
@@ -89,7 +91,7 @@ def coded(axes: Any, form: str, group: int, zeros: bool = False, order: bool = F
     contract = INPUTS[axes]
     inputs, outputs = int(np.prod(shape[:contract])), int(np.prod(shape[contract:]))
     groups = inputs // group
-    codes = Codes(
+    codes = HostMatrix(
         form,
         rng.integers(0, 16, (inputs, outputs)).astype(np.uint8 if form == "int4" else np.int8),
         rng.uniform(0.5, 2, (groups, outputs)).astype(np.float16),
@@ -111,7 +113,7 @@ def split_qkv() -> SplitWeight:
     return SplitWeight(tuple(parts), places, (heads, group, dim))
 
 
-def experts(axes: Any, form: str) -> QuantizedExperts:
+def experts(axes: Any, form: str) -> PlacedWeight:
     values = np.random.default_rng(3).normal(size=SHAPES[axes]).astype(np.float32)
     return quantized_experts(values, form)
 
@@ -168,7 +170,7 @@ def test_a_vocabulary_that_is_padded_has_zeros_behind_it() -> None:
             (("embed", "vocab"), (64, outputs)),
         ):
             rows = rows_of_blocks(random_blocks("Q8_0", outputs, 64), "Q8_0")
-            value = BlockPanels.of(rows, "Q8_0", "float32", (outputs,))
+            value = HostMatrix("Q8_0", rows).as_weight((outputs,), "float32")
             got = [numbers(cut(value, axes, part, "x")) for part in parts_of(config, axes, shape)]
             joined = np.concatenate(got, axis=1)
             np.testing.assert_array_equal(joined[:, :outputs], numbers(value))

@@ -13,11 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jaxserve.models import Decoder, read_model_config
-from jaxserve.models.output_rows import QuantizedRows
-from jaxserve.models.panels import QuantizedPanels
-from jaxserve.models.quantized import QuantizedWeight
 from jaxserve.models.token_rounding import TokenRounded, integer_product, rounded_rows
 from jaxserve.weights import load_weights
+from jaxserve.weights.layouts import output_major
 from jaxserve.weights.quantize import quantize
 from tests.models.tiny_models import reference_logits, relative_error
 from tests.support.paged_runner import PagedRunner
@@ -74,7 +72,7 @@ def test_a_model_equals_transformers_with_its_inputs_rounded(form, panels, tmp_p
         model = load(folder, np.float64, panels=panels)
         qkv = model.layers[0].attention.qkv[...]
         assert isinstance(qkv, TokenRounded)
-        assert isinstance(qkv.weight, QuantizedPanels if panels else QuantizedWeight)
+        assert qkv.weight.layout == ("code_panels" if panels else "input_major")
         got = PagedRunner(model, max_tokens=8).run([TOKENS])[0]
     assert relative_error(got, want) < 1e-6  # the weights are float32
 
@@ -88,7 +86,7 @@ def test_inputs_of_experts_are_rounded(tmp_path):
         mlp = load(folder, np.float64, panels=True).layers[0].mlp
         assert isinstance(mlp.gate_up[...], TokenRounded)
         weights, experts = jnp.ones((6, 1)), jnp.array(chosen, jnp.int32)[:, None]
-        got, _ = mlp._experts(jnp.asarray(x), weights, experts, jnp.ones(6, bool), "xla")
+        got = mlp._experts(jnp.asarray(x), weights, experts, jnp.ones(6, bool), "xla")
     for row, expert in enumerate(chosen):
         prefix = f"model.layers.0.mlp.experts.{expert}."
         gate, up, down = (
@@ -122,8 +120,8 @@ def test_a_rows_numbers_depend_on_no_other_row():
 
 def product_of(by_output: bool) -> TokenRounded:
     codes = quantize(np.random.default_rng(1).normal(size=(96, 40)).astype(np.float32), "int8")
-    placed = codes.placed((8, 5))
-    return TokenRounded(QuantizedRows.of(placed) if by_output else placed)
+    placed = TokenRounded(jax.tree.map(jnp.asarray, codes.as_weight((8, 5))))
+    return output_major(placed) if by_output else placed
 
 
 # Cards, rows from which their products are of int8 by int8, and whether Triton runs.

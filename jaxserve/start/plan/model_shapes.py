@@ -14,7 +14,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxserve.execution.mesh import local_bytes, placed_arguments, spec_of
 from jaxserve.models import Decoder, ModelConfig
-from jaxserve.models.panels import PanelWeight
+from jaxserve.models.placed_weight import FULL, PlacedWeight
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,12 @@ class ModelShapes:
     def is_quantized(self) -> bool:
         """Whether some parameters are neither in full nor panels of numbers in full."""
         values = (parameter.get_value() for parameter in self.parameters.values())
-        return any(not isinstance(value, jax.ShapeDtypeStruct | PanelWeight) for value in values)
+        return any(
+            value.form != FULL
+            if isinstance(value, PlacedWeight)
+            else not isinstance(value, jax.ShapeDtypeStruct)
+            for value in values
+        )
 
     def for_config(self, config: ModelConfig) -> ModelShapes:
         """Return the same shapes of a model whose configuration differs in its positions."""

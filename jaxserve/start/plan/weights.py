@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.execution.mesh import local_bytes
 from jaxserve.models import ModelConfig, abstract_model
-from jaxserve.models.quantized import EXPERTS
+from jaxserve.models.placed_weight import EXPERTS
 from jaxserve.models.shards import Split, part_of
 from jaxserve.start.plan.model_shapes import ModelShapes
 from jaxserve.weights.converted import ConvertedModel

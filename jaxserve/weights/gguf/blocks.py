@@ -7,7 +7,6 @@ ggml-quants.c).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -29,24 +28,6 @@ Fields = dict[str, np.ndarray | _Codes]
 # With this exponent e, the largest value of an MXFP4 block, 12 * 2**(e - 127) / 2, is finite.
 _MOST_EXPONENT = 251
 _reorder = deferred("pallas_kernels.cpu.block_order", "reorder")
-
-
-@dataclass(frozen=True)
-class BlockRows:
-    """A matrix in GGUF blocks, with outputs as rows.
-
-    Attributes:
-        form: name of the block format.
-        blocks: uint8 [outputs, blocks, bytes per block], in the kernels' field order.
-    """
-
-    form: str
-    blocks: np.ndarray
-
-    @property
-    def inputs(self) -> int:
-        """Number of inputs of the matrix."""
-        return self.blocks.shape[1] * FORMATS[self.form].size
 
 
 def rows_of_blocks(raw: np.ndarray, form: str) -> np.ndarray:

@@ -22,8 +22,7 @@ from jaxserve.execution.sampler_state import SamplerState
 from jaxserve.execution.sampling import sample
 from jaxserve.models import Decoder
 from jaxserve.models.paged import PagedStep
-from jaxserve.models.panels import with_num_rows
-from jaxserve.models.quantized import with_implementation
+from jaxserve.models.placed_weight import with_implementation, with_num_rows
 from tests.machine_code.steps.models import TinyModel
 from tests.machine_code.steps.recording import Call
 
