@@ -51,6 +51,7 @@ def make_scheduler(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Sc
         enable_prefix_caching=config.enable_prefix_caching,
         policy=config.scheduling_policy,
         prefix_secret=read_secret(config.prefix_caching_secret),
+        num_snapshots=slots.num_snapshots if slots.keeps_states else None,
     )
 
 

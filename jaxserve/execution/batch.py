@@ -60,6 +60,8 @@ class StepBatch(Generic[AnyArray]):
     penalties: Float32[AnyArray, "R 3"]
     features: Int32[AnyArray, " R"]
     stop_token_ids: Int32[AnyArray, "R E"]
+    # For layers that keep states: the fields of `StatePlan`.
+    states: Int32[AnyArray, "3 R"] | None = None
 
 
 jax.tree_util.register_dataclass(
@@ -87,39 +89,47 @@ class _Parts(Generic[AnyArray]):
     query_start: Int32[AnyArray, " R_plus_1"]
     num_steps: Int32[AnyArray, " 1"]
     settings: Int32[AnyArray, "R W"]
+    states: Int32[AnyArray, "3 R"] | None
     pages: Int32[AnyArray, "2 C"]
 
 
-def _size(bucket: Bucket, page_size: int) -> int:
-    rows = rows_size(bucket.num_rows)
-    return 4 * bucket.num_tokens + rows + 2 * room_for_pages(bucket, page_size)
+def _size(bucket: Bucket, slots: SlotTable) -> int:
+    rows = rows_size(bucket.num_rows) + (3 * bucket.num_rows if slots.keeps_states else 0)
+    return 4 * bucket.num_tokens + rows + 2 * room_for_pages(bucket, slots.page_size)
 
 
-def _parts(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> _Parts[AnyArray]:
+def _parts(
+    words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int, keeps_states: bool
+) -> _Parts[AnyArray]:
     # The room for new pages follows from the length of the array.
     T, R, W = num_tokens, num_rows, WIDTH
     starts = 4 * (T + R)
     settings = starts + R + 2
-    pages = settings + R * W
+    states = settings + R * W
+    pages = states + (3 * R if keeps_states else 0)
     return _Parts(
         words[: 4 * T].reshape(4, T),
         words[4 * T : starts].reshape(4, R),
         words[starts : settings - 1],
         words[settings - 1 : settings],
-        words[settings:pages].reshape(R, W),
+        words[settings:states].reshape(R, W),
+        words[states:pages].reshape(3, R) if keeps_states else None,
         words[pages:].reshape(2, -1),
     )
 
 
-def unpack(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> StepBatch[AnyArray]:
+def unpack(
+    words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int, keeps_states: bool = False
+) -> StepBatch[AnyArray]:
     """Return the batch of a packed array: views of it on the host, slices of it in a program.
 
     Args:
         words: the result of `pack`.
         num_tokens: T of the bucket.
         num_rows: R of the bucket.
+        keeps_states: whether layers of the model keep states.
     """
-    parts = _parts(words, num_tokens, num_rows)
+    parts = _parts(words, num_tokens, num_rows, keeps_states)
 
     def read(columns: slice | int, dtype: type[np.generic]) -> AnyArray:
         part = parts.settings[:, columns]
@@ -143,6 +153,7 @@ def unpack(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Step
         num_steps=parts.num_steps[0, ...],
         page_places=page_places,
         page_ids=page_ids,
+        states=parts.states,
         **Settings[AnyArray].of(read)._asdict(),
     )
 
@@ -173,8 +184,8 @@ def pack(
         new_pages: positions of new pages in the flat page table, at most `room_for_pages`.
     """
     num_rows, num_tokens = len(plan), plan.total_tokens
-    words = np.empty(_size(bucket, slots.page_size), np.int32)
-    parts = _parts(words, bucket.num_tokens, bucket.num_rows)
+    words = np.empty(_size(bucket, slots), np.int32)
+    parts = _parts(words, bucket.num_tokens, bucket.num_rows, slots.keeps_states)
     tokens, positions, row_of_token, targets = parts.tokens
     kv_len, padded, sample_index, sample_slots = parts.rows
     query_start = parts.query_start
@@ -207,6 +218,10 @@ def pack(
         sample_slots[:num_rows][~plan.samples] = slots.num_slots
     # With any other mode than clip, NumPy makes another copy.
     slots.settings.take(rows, axis=0, out=parts.settings, mode="clip")
+    if parts.states is not None:
+        parts.states[0], parts.states[1:] = -1, 0
+        if plan.states is not None:
+            parts.states[:, :num_rows] = plan.states
     places, pages = parts.pages
     count = 0 if new_pages is None else len(new_pages)
     places[count:] = slots.flat_page_table.size
@@ -262,19 +277,23 @@ def slot_mapping(
 
 
 def state_rows(batch: StepBatch[jax.Array], null_slot: int) -> StateRows:
-    """Return the places of each row's states in a program.
+    """Return the tokens of each row of a program, and the places of its states.
 
     A row whose first position is 0 starts from zeros, so the host never clears a state. Rows that
     have ended, and padding, have the null slot and change no state.
     """
+    assert batch.states is not None
+    restored, border, saved = batch.states
     first = batch.positions.at[batch.query_start[:-1]].get(mode="clip")
-    none = jnp.zeros_like(batch.slots)
+    source = jnp.where(restored >= 0, restored, batch.slots)
+    tokens = border - first
+    is_here = (tokens > 0) & (tokens <= jnp.diff(batch.query_start))
     return StateRows(
         query_start=batch.query_start,
-        source=jnp.where(first == 0, -1, batch.slots),
+        source=jnp.where(first == 0, -1, source),
         target=jnp.where(batch.slots == null_slot, -1, batch.slots),
-        border=none,
-        saved=none,
+        border=jnp.where(is_here, tokens, 0),
+        saved=saved,
     )
 
 

@@ -119,7 +119,7 @@ class Runner:
         counter: CompileCounter,
     ) -> None:
         self.model_config, self.memory = model_config, memory
-        self.num_pages = next(kind.count for kind in memory if kind.name == PAGES)
+        self.num_pages = self.num_units(PAGES)
         self.vocab_size = model_config.vocab_size
         self._all_buckets = programs.buckets
         self.buckets = self._all_buckets.present(programs.steps)
@@ -143,6 +143,10 @@ class Runner:
         self.has_demand = threading.Event()
         self.expert_rows = ExpertRows()
         self._demand: dict[tuple[Program, int], int] = {}
+
+    def num_units(self, kind: str) -> int:
+        """Return the units of a kind of memory by its name, or 0 for a model without it."""
+        return sum(memory.count for memory in self.memory if memory.name == kind)
 
     @property
     def num_compiles(self) -> int:

@@ -240,6 +240,13 @@ def _with_draws(
     return jnp.where(jnp.arange(last_token.shape[0]) == slots, token_ids, last_token)
 
 
+def _states_of_step(
+    states: Int32[Array, "3 R"] | None, done: Int32[Array, ""]
+) -> Int32[Array, "3 R"] | None:
+    # Only the first step of a launch starts from a snapshot.
+    return None if states is None else states.at[0].set(jnp.where(done == 0, states[0], -1))
+
+
 def decode_steps(
     graphdef: nnx.GraphDef[Decoder],
     treedef: Any,
@@ -282,6 +289,7 @@ def decode_steps(
             positions=jnp.where(active, batch.positions + done, 0),
             kv_len=jnp.where(active, length, 0),
             slots=jnp.where(active, batch.slots, null_slot),
+            states=_states_of_step(batch.states, done),
             sample_slots=jnp.where(active, batch.sample_slots, null_slot),
         )
         state, output = step(leaves, state, now, page_table=page_table)

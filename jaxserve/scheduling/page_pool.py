@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -11,6 +12,13 @@ from jaxserve.scheduling.page_index import Change, ClearedPages, PageIndex, Remo
 NULL_PAGE = 0
 NO_PAGES = np.zeros(0, np.int32)
 _NOWHERE = -1
+
+
+class Snapshots(Protocol):
+    """Snapshots of states that belong to cached pages and are dropped with them."""
+
+    def drop(self, pages: np.ndarray) -> None: ...
+    def clear(self) -> None: ...
 
 
 class PagePool:
@@ -33,6 +41,8 @@ class PagePool:
         # Called with each change of the set of cached pages, or None. `Publisher` calls it for new
         # pages.
         self.on_change: Callable[[Change], None] | None = None
+        # The snapshots of cached pages, if the model's layers keep states.
+        self.snapshots: Snapshots | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -86,6 +96,8 @@ class PagePool:
         self._num_evictable -= count
         if self.on_change is not None:
             self.on_change(RemovedPages(self.index.keys(pages)))
+        if self.snapshots is not None:
+            self.snapshots.drop(pages)
         self.index.remove(pages)
         self.is_cached[pages] = False
         self.num_evictions += count
@@ -203,6 +215,8 @@ class PagePool:
         self._tell_cleared()
 
     def _tell_cleared(self) -> None:
+        if self.snapshots is not None:
+            self.snapshots.clear()
         if self.on_change is not None:
             self.on_change(ClearedPages())
 

@@ -18,6 +18,21 @@ class Row(NamedTuple):
     samples: bool
 
 
+class StatePlan(NamedTuple):
+    """The places of states in a launch, int32[R] each.
+
+    Attributes:
+        restored: place of the snapshot that a row starts from, or -1 for the row's own state.
+        border: number of the row's tokens after which its state is saved, from the start of the
+            sequence. 0 to save none.
+        saved: place of the snapshot to be written.
+    """
+
+    restored: np.ndarray
+    border: np.ndarray
+    saved: np.ndarray
+
+
 @dataclass(eq=False)
 class LaunchPlan:
     """The rows of one launch, as arrays with one entry per row.
@@ -38,6 +53,8 @@ class LaunchPlan:
     total_tokens: int = -1  # the sum of `num_tokens`, computed here if it is -1
     # int32[R], the most steps of each row, or None for one per row.
     row_steps: np.ndarray | None = None
+    # The places of states, or None for a model without states and snapshots.
+    states: StatePlan | None = None
 
     def __post_init__(self) -> None:
         if self.total_tokens < 0:

@@ -22,6 +22,7 @@ from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.publishing import Publisher
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable, flat_ranges
+from jaxserve.scheduling.snapshots import StateSaver
 from jaxserve.scheduling.waiting import WaitingQueue
 
 
@@ -35,6 +36,8 @@ class Scheduler:
         enable_prefix_caching: whether full pages are published and matched.
         policy: the order of the waiting sequences.
         prefix_secret: the secret of page keys, or None for a random one.
+        num_snapshots: for models whose layers keep states, the number of states of prefixes. Cached
+            pages without a snapshot are not used. 0 disables the prefix cache of these models.
     """
 
     def __init__(
@@ -47,12 +50,16 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         policy: Literal["fcfs", "priority"] = "fcfs",
         prefix_secret: bytes | None = None,
+        num_snapshots: int | None = None,
     ) -> None:
         if max_num_batched_tokens < slots.num_slots:
             raise ValueError("max_num_batched_tokens must be at least the number of slots")
         self.pool = pool
         self.slots = slots
+        enable_prefix_caching &= num_snapshots != 0
         self.publisher = Publisher(pool, slots, enable_prefix_caching, prefix_secret)
+        has_snapshots = enable_prefix_caching and num_snapshots is not None
+        self.states = StateSaver(pool, slots, num_snapshots or 0) if has_snapshots else None
         self.waiting = WaitingQueue(policy)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_row_tokens = long_prefill_token_threshold or max_num_batched_tokens
@@ -164,12 +171,13 @@ class Scheduler:
             table.length[slots] = length + samples
         table.num_computed[slots] = ends
         generations = table.generation[slots]
+        states = None if self.states is None else self.states.plan(slots, starts, ends)
         if num_steps > 1:
             each = np.ones(len(slots), np.int32)
             return LaunchPlan(
-                slots, starts, each, samples, generations, num_steps, total, row_steps=take
+                slots, starts, each, samples, generations, num_steps, total, take, states
             )
-        return LaunchPlan(slots, starts, take, samples, generations, 1, total)
+        return LaunchPlan(slots, starts, take, samples, generations, 1, total, None, states)
 
     def _draws_ahead(self, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the slots of a launch of several steps, and the number of tokens of each.
@@ -270,7 +278,8 @@ class Scheduler:
                 break
             if sequence.blocked_at == self.pool.num_changes and num_running:
                 break
-            hits = self._cached_pages(sequence)
+            matched = self._cached_pages(sequence)
+            hits = matched if self.states is None else self.states.usable(matched)
             num_known = len(sequence.token_ids)
             if not self._fits(num_known, hits, num_running):
                 sequence.blocked_at = self.pool.num_changes
@@ -278,7 +287,10 @@ class Scheduler:
             self.waiting.pop()
             cached = len(hits) * self.pool.page_size
             count = min(num_known - cached, budget, self.max_row_tokens)
-            slots.append(self._place(sequence, hits, cached, cached + count))
+            slot = self._place(sequence, hits, cached, cached + count)
+            if self.states is not None:
+                self.states.begin(slot, hits, len(matched))
+            slots.append(slot)
             counts.append(count)
             budget -= count
         if not slots:
@@ -359,6 +371,8 @@ class Scheduler:
         last = draws.is_last.nonzero()[0]
         ending = slots[last]
         self.publisher.note(plan, valid, self._running, ending)
+        if self.states is not None:
+            self.states.settle(self.states.pending_slots)
         if table.window is not None:
             self._give_back(plan.slots[valid])
         sequences = table.sequences[owners].tolist()
@@ -384,12 +398,16 @@ class Scheduler:
         for row in np.flatnonzero(outside > self.slots.first_page[slots]).tolist():
             slot = int(slots[row])
             self.publisher.publish(slots[row : row + 1])
+            if self.states is not None:
+                self.states.settle([slot])
             self.pool.release(self.slots.drop_pages(slot, int(outside[row])))
 
     def _vacate(self, slots: list[int], published: bool = False) -> None:
         # published: whether the full pages of the slots have been published already.
         if not published:
             self.publisher.publish(np.array(slots, np.intp))
+        if self.states is not None:
+            self.states.end(slots)
         self.pool.release(*self.slots.release(slots))
         self._running = self._running[self.slots.generation[self._running] > 0]
 
@@ -400,6 +418,8 @@ class Scheduler:
             AssertionError: an invariant is broken. The message names it.
         """
         check_invariants(self.pool, self.slots, self.waiting, self._running)
+        if self.states is not None:
+            self.states.check()
 
 
 def check_invariants(

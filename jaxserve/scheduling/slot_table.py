@@ -52,8 +52,15 @@ class SlotTable:
     """
 
     def __init__(
-        self, num_slots: int, max_model_len: int, page_size: int, window: int | None = None
+        self,
+        num_slots: int,
+        max_model_len: int,
+        page_size: int,
+        window: int | None = None,
+        keeps_states: bool = False,
     ) -> None:
+        self.keeps_states = keeps_states
+        self.num_snapshots = 0  # of states of prefixes, if layers of the model keep states
         self.num_slots = num_slots
         self.window = window
         self.max_model_len = max_model_len

@@ -103,6 +103,8 @@ class EngineConfig(HostsConfig, ExpertsConfig):
             than 8,192 tokens, and 0.8 for a card that shares the memory of the host.
         kv_cache_memory_bytes: size of the KV cache in bytes. On a CPU the default is 1 GiB, less if
             memory is short or fewer pages can be used, more if max_model_len needs it.
+        state_cache_bytes: size of the states of prefixes in bytes, for models whose layers keep a
+            state. The default is a tenth of the KV cache. 0 disables the reuse of prefixes.
         memory_share: this engine's share of the GPU memory, or of the KV cache on a CPU, if
             several engines run.
         num_gpu_blocks_override: number of pages, instead of a size derived from memory.
@@ -163,6 +165,7 @@ class EngineConfig(HostsConfig, ExpertsConfig):
     block_size: int = 16
     gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
+    state_cache_bytes: int | None = None
     memory_share: float = 1.0
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
@@ -196,6 +199,7 @@ class EngineConfig(HostsConfig, ExpertsConfig):
             ("max_num_batched_tokens", 1, 2**22),
             ("kv_cache_memory_bytes", 1, 2**50),
             ("num_gpu_blocks_override", 2, 2**31 - 1),
+            ("state_cache_bytes", 0, 2**50),
             ("num_scheduler_steps", 1, MAX_SCHEDULER_STEPS),
             ("long_prefill_token_threshold", 0, 2**22),
             ("block_size", 1, 1024),

@@ -10,6 +10,7 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 from jaxserve.execution.hosts.group import Group
 from jaxserve.execution.runner import OnProgress, Runner
+from jaxserve.execution.state import STATES
 from jaxserve.models import ModelConfig
 from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxserve.scheduling.slot_table import SlotTable
@@ -58,6 +59,8 @@ class Loaded:
     def slot_table(self) -> SlotTable:
         """Return an empty slot table for the configuration and the model's window."""
         table = slot_table(self.config, self.runner.model_config)
+        if table.keeps_states:
+            table.num_snapshots = self.runner.num_units(STATES) - table.num_slots - 1
         table.scores_on_host = self.config.logprobs_mode != "raw_logprobs"
         return table
 

@@ -1,8 +1,8 @@
 """A device without a model: each KV cell holds a digest of the prefix it was computed from.
 
 The cells that a real step would read from the cache are compared, position by position, with the
-digests of the sequence's own prefix. No floats and no programs, so thousands of schedules a
-minute. A page that is lost, shared wrongly or reused too early shows at the first read.
+digests of the sequence's own prefix. If layers keep states, a row's state is such a digest too.
+There are no floats and no programs, so thousands of schedules take a minute. A page that is lost, shared wrongly or reused too early shows at the first read.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ class GhostRunner:
         self._last_token = np.full(self.slots.num_slots + 1, NO_TOKEN, np.int32)
         self._table = np.full_like(self.slots.page_table, NO_PAGE)
         self._table[-1] = 0
+        places = self.slots.num_slots + 1 + self.slots.num_snapshots
+        self._states = np.full(places, EMPTY, np.int64)
         self._poisoned: set[tuple[int, int]] = set()
 
     def submit(self, plan: LaunchPlan, poison: int | None = None) -> GhostStep:
@@ -125,6 +127,8 @@ class GhostRunner:
             if poison is not None and step == poison % plan.num_steps:
                 self._poisoned.add(owners[poison])
             poisoned = np.array([owner in self._poisoned for owner in owners])
+            if batch.states is not None and step == 0:
+                self._check_places(batch, len(plan))
             now = batch if step == 0 else _later(batch, step)
             self._write(now, poisoned, active)
             token_ids = self._read(now, poisoned, active)
@@ -145,7 +149,8 @@ class GhostRunner:
             used = owners < len(self._table)
             self._table[owners[used]] = rows[used]
         words = pack(plan, self.slots, bucket, new)
-        batch = unpack(words, bucket.num_tokens, bucket.num_rows)
+        keeps = self.slots.keeps_states
+        batch = unpack(words, bucket.num_tokens, bucket.num_rows, keeps)
         used = batch.page_places < self._table.size
         self._table.flat[batch.page_places[used]] = batch.page_ids[used]
         assert not self._table[-1].any(), "the null slot got a page"
@@ -162,6 +167,7 @@ class GhostRunner:
     def _write(self, batch: StepBatch, poisoned: np.ndarray, active: np.ndarray) -> None:
         """Compute and store all tokens of all rows, which see the cache as it was before."""
         writes: dict[int, int] = {}
+        states: dict[int, int] = {}
         for row in np.flatnonzero(active).tolist():
             first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
             slot, kv_len = int(batch.slots[row]), int(batch.kv_len[row])
@@ -173,14 +179,28 @@ class GhostRunner:
             if slot == self.slots.num_slots:
                 continue
             digest = self._digest_before(batch, row, int(positions[0]))
+            if batch.states is not None:
+                state = self._state_before(batch, row, digest)
+                known = len(self.expected[self.slots.sequences[slot]].digests)
+                # A row whose last token the host does not know yet goes on from another state.
+                if not poisoned[row] and positions[0] < known:
+                    assert state == digest, f"slot {slot} has another prefix's state"
+                digest = state
             if poisoned[row]:
                 digest = GARBAGE
             tokens = batch.tokens[first:last]
             tokens = np.where(tokens == NO_TOKEN, self._last_token[slot], tokens)
             assert np.isin(tokens, ALPHABET).all(), "a token from nowhere"
+            before = len(writes)
             for cell, token in zip(cells.tolist(), tokens.tolist(), strict=True):
                 assert cell not in writes, "two tokens of one step in one cell"
                 digest = writes[cell] = extend(digest, token)
+                position = int(positions[0]) + len(writes) - before
+                if batch.states is not None and position == int(batch.states[1, row]):
+                    states[int(batch.states[2, row])] = digest
+            if batch.states is not None:
+                states[slot] = digest
+        self._states[list(states.keys())] = list(states.values())
         self._cells[list(writes.keys())] = list(writes.values())
 
     def _digest_before(self, batch: StepBatch, row: int, position: int) -> int:
@@ -188,6 +208,23 @@ class GhostRunner:
             sequence = self.slots.sequences[int(batch.slots[row])]
             return root_digest(sequence.request.cache_salt)
         return int(self._cells[self._cells_of(batch, row, np.array([position - 1]))[0]])
+
+    def _state_before(self, batch: StepBatch, row: int, digest: int) -> int:
+        """Return the state that a row starts from. At position 0 it is the empty prefix."""
+        if batch.positions[batch.query_start[row]] == 0:
+            return digest
+        restored = int(batch.states[0, row])
+        return int(self._states[restored if restored >= 0 else batch.slots[row]])
+
+    def _check_places(self, batch: StepBatch, num_rows: int) -> None:
+        """Check that a launch writes no snapshot twice, and none that it reads."""
+        restored, border, saved = batch.states
+        assert np.all(restored[num_rows:] == -1) and not border[num_rows:].any()
+        read, written = restored[restored >= 0], saved[border > 0]
+        first = self.slots.num_slots + 1
+        assert np.all(read >= first) and np.all(written >= first), "a slot's state as a snapshot"
+        assert len(np.unique(written)) == len(written), "a snapshot is written twice"
+        assert not np.isin(written, read).any(), "a launch writes a snapshot that it reads"
 
     def _read(self, batch: StepBatch, poisoned: np.ndarray, active: np.ndarray) -> np.ndarray:
         """Check every position that the rows attend to, and return the drawn tokens, int32[R]."""
@@ -219,11 +256,13 @@ class GhostRunner:
 
 def _later(batch: StepBatch, steps: int) -> StepBatch:
     """Return the batch of a later step in a launch; the step before has drawn its input tokens."""
+    none = np.full_like(batch.slots, -1)
     return replace(
         batch,
         tokens=np.full_like(batch.tokens, NO_TOKEN),
         positions=batch.positions + steps,
         kv_len=batch.kv_len + steps,
+        states=None if batch.states is None else np.vstack([none, batch.states[1:]]),
     )
 
 

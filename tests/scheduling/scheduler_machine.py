@@ -57,7 +57,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pool = PagePool(setup.num_pages, setup.page_size)
         self.subscriber = Subscriber()
         self.pool.on_change = partial(self.subscriber.take, block_size=setup.page_size)
-        self.slots = SlotTable(setup.num_slots, MAX_MODEL_LEN, setup.page_size, setup.window)
+        self.slots = SlotTable(
+            setup.num_slots,
+            MAX_MODEL_LEN,
+            setup.page_size,
+            setup.window,
+            keeps_states=setup.keeps_states,
+        )
+        self.slots.num_snapshots = setup.num_snapshots or 0
         self.scheduler = setup.scheduler(self.pool, self.slots)
         buckets = BucketSet(setup.num_slots, setup.budget, num_steps=setup.num_steps)
         self.scheduler.token_sizes = buckets.token_sizes

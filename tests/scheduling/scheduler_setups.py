@@ -29,6 +29,11 @@ class Setup:
     asynchronous: bool
     num_steps: int
     window: int | None
+    num_snapshots: int | None = None
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.kind == "continuous" and self.num_snapshots is not None
 
     @property
     def num_pages(self) -> int:
@@ -60,6 +65,7 @@ class Setup:
                 long_prefill_token_threshold=self.threshold,
                 enable_prefix_caching=self.prefix_caching,
                 policy=self.policy,
+                num_snapshots=self.num_snapshots,
             )
         return StaticScheduler(
             pool,
@@ -82,4 +88,5 @@ SETUPS = st.builds(
     asynchronous=st.sampled_from([True, True, True, False]),
     num_steps=st.sampled_from([1, 1, 2, 3, 8]),
     window=st.sampled_from([None, None, None, 2, 5, 16]),
+    num_snapshots=st.sampled_from([None, None, None, 0, 1, 2, 4, 30]),
 )

@@ -43,4 +43,10 @@ def slot_table(config: EngineConfig, model_config: ModelConfig) -> SlotTable:
     """
     assert config.max_num_seqs and config.max_model_len
     window = model_config.layers.window
-    return SlotTable(config.max_num_seqs, config.max_model_len, config.block_size, window)
+    return SlotTable(
+        config.max_num_seqs,
+        config.max_model_len,
+        config.block_size,
+        window,
+        keeps_states=model_config.recurrent is not None,
+    )

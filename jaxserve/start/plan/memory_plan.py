@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -37,10 +38,21 @@ def plan_memory(
         device: description of the device.
     """
     candidates = size_candidates(config, device)
+    if weights.config.recurrent is not None:
+        candidates = _with_fewer_slots(candidates)
     plans = [_plan(config, weights, form, device, sizes) for sizes in candidates]
     enough = min(plans[0].max_model_len, ENOUGH_TOKENS)
     good = (plan for plan in plans if plan.cache_tokens >= enough)
     return next(good, None) or max(plans, key=lambda plan: plan.cache_tokens)
+
+
+def _with_fewer_slots(candidates: Iterable[Sizes]) -> Iterator[Sizes]:
+    # Where every slot has a state, fewer slots leave more memory to the cache.
+    for sizes in candidates:
+        seqs = sizes.seqs
+        while seqs:
+            yield replace(sizes, seqs=seqs)
+            seqs //= 2
 
 
 def _plan(

@@ -19,7 +19,7 @@ from jaxserve.execution.buckets import (
     SmallProgram,
     few_sizes,
 )
-from jaxserve.execution.state import PAGES, MemoryKind
+from jaxserve.execution.state import PAGES, STATES, MemoryKind
 from jaxserve.models import ModelConfig
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import DeviceMemory
@@ -202,7 +202,49 @@ class StartPlan:
         return plan if self.platform == "cpu" else plan.sized()
 
     def sized(self) -> StartPlan:
-        """Return the plan with the cache that fits, or that the settings name."""
+        """Return the plan with the cache that fits, or that the settings name.
+
+        If layers keep states, a part of the cache's memory is for the states of prefixes.
+        """
+        plan = self._with_pages_for()
+        if plan.states is None:
+            return plan
+        plan = self.with_snapshots(0)._with_pages_for()
+        return plan.with_snapshots(plan.affordable_snapshots)._with_pages_for()
+
+    @property
+    def states(self) -> MemoryKind | None:
+        """The states of layers that keep them, or None for a model without states."""
+        return next((kind for kind in self.memory if kind.name == STATES), None)
+
+    @property
+    def num_snapshots(self) -> int | None:
+        """Number of states of prefixes, or None for a model without states."""
+        return None if self.states is None else self.states.count - self.max_num_seqs - 1
+
+    @property
+    def affordable_snapshots(self) -> int:
+        """Number of states of prefixes that `state_cache_bytes` holds, by default a tenth.
+
+        The tenth is of the cache's memory, and at least one snapshot.
+        """
+        assert self.states is not None
+        if not self.config.enable_prefix_caching:
+            return 0
+        size = self.states.bytes_per_unit
+        if self.config.state_cache_bytes is not None:
+            return self.config.state_cache_bytes // size
+        return max(1, self.pages.num_bytes // 10 // size)
+
+    def with_snapshots(self, count: int) -> StartPlan:
+        """Return the plan with another number of states of prefixes."""
+        total = self.max_num_seqs + 1 + count
+        memory = tuple(
+            replace(kind, count=total) if kind.name == STATES else kind for kind in self.memory
+        )
+        return replace(self, memory=memory)
+
+    def _with_pages_for(self) -> StartPlan:
         pages, full, least = count_pages(
             self.config,
             self.model_config,

@@ -98,7 +98,13 @@ class Compiler:
         self.leaves = plan.model.leaves_on(self._mesh)
         self._model = plan.model.graphdef, plan.model.treedef
         self._implementation = plan.config.attention_backend
-        self._null_slots = SlotTable(plan.max_num_seqs, plan.max_model_len, plan.block_size)
+        self._keeps_states = plan.model_config.recurrent is not None
+        self._null_slots = SlotTable(
+            plan.max_num_seqs,
+            plan.max_model_len,
+            plan.block_size,
+            keeps_states=self._keeps_states,
+        )
 
     def null_batch(self, bucket: Bucket) -> Int32[np.ndarray, " N"]:
         """Return a batch of padding, which writes only to the null page and the null slot."""
@@ -194,7 +200,7 @@ class Compiler:
         def run(
             leaves: list[Array], state: DeviceState, words: Int32[Array, " N"]
         ) -> tuple[DeviceState, StepOutput]:
-            batch = unpack(words, bucket.num_tokens, bucket.num_rows)
+            batch = unpack(words, bucket.num_tokens, bucket.num_rows, self._keeps_states)
             with self._precision:
                 return step(*self._model, leaves, state, batch, **options)
 
@@ -227,7 +233,8 @@ class Compiler:
         def run(
             leaves: list[Array], output: StepOutput, words: Int32[Array, " N"]
         ) -> DeviceLogprobs:
-            batch, slots = unpack(words, bucket.num_tokens, bucket.num_rows), self._null_slots
+            batch = unpack(words, bucket.num_tokens, bucket.num_rows, self._keeps_states)
+            slots = self._null_slots
             return score_positions(
                 *self._model,
                 leaves,

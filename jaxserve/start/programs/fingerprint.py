@@ -40,7 +40,8 @@ _SOURCES = (
 _NOT_COMPILED = frozenset(
     """
     model tokenizer skip_tokenizer_init load_format seed chat_template_content_format
-    gpu_memory_utilization kv_cache_memory_bytes memory_share num_gpu_blocks_override
+    gpu_memory_utilization kv_cache_memory_bytes state_cache_bytes memory_share
+    num_gpu_blocks_override
     enable_prefix_caching scheduling_policy async_scheduling long_prefill_token_threshold
     compilation_cache_dir check_invariants wait_for_all_programs profile_start
     prefix_caching_secret kv_events_config master_addr master_port nodes_secret max_logprobs
