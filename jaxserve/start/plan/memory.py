@@ -143,11 +143,12 @@ def count_pages(
     room: int,
     is_gpu: bool,
 ) -> PageCounts:
-    """Return the numbers of pages of the KV cache, from the settings or the available memory.
+    """Return how many pages the KV cache has (see `PageCounts` for the three numbers).
 
-    On CPU without max_model_len the cache is never larger than its default budget, since a
-    config.json declares more positions than most requests use. With max_model_len one sequence of
-    that length fits.
+    num_gpu_blocks_override decides, else kv_cache_memory_bytes, else the available memory. On CPU
+    without max_model_len the cache is then never larger than its default budget, since a config.json
+    declares more positions than most requests use. With max_model_len one sequence of that length fits.
+    All numbers are limited to the pages that kernels can address.
 
     Args:
         config: resolved settings.
