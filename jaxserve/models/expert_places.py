@@ -108,8 +108,8 @@ def chosen_places(
     """Return, for each expert chosen by a token, the number of one place that holds the expert.
 
     An expert with several places takes turns among them by the token's position plus the sum of its
-    experts, so that a token's result does not depend on the batch. The experts are included because the
-    rows of a batch may advance at the same pace, with equal positions.
+    experts, so that a token's result does not depend on the batch. The experts are included because
+    the rows of a batch may advance at the same pace, with equal positions.
 
     Args:
         chosen: experts of each token.

@@ -98,8 +98,8 @@ class LaunchLength:
     """Chooses the number of decode steps of each launch.
 
     A launch has as many steps as fit into `LAUNCH_SECONDS`, so that new requests wait briefly. The
-    duration of a step is a moving average over the launches given to `has_read`. Before the first one a
-    launch has one step.
+    duration of a step is a moving average over the launches given to `has_read`. Before the first
+    one a launch has one step.
 
     Args:
         most: the most steps of a launch.

@@ -146,9 +146,9 @@ def count_pages(
     """Return how many pages the KV cache has (see `PageCounts` for the three numbers).
 
     num_gpu_blocks_override decides, else kv_cache_memory_bytes, else the available memory. On CPU
-    without max_model_len the cache is then never larger than its default budget, since a config.json
-    declares more positions than most requests use. With max_model_len one sequence of that length fits.
-    All numbers are limited to the pages that kernels can address.
+    without max_model_len the cache is then never larger than its default budget, since a
+    config.json declares more positions than most requests use. With max_model_len one sequence of
+    that length fits. All numbers are limited to the pages that kernels can address.
 
     Args:
         config: resolved settings.
