@@ -96,9 +96,10 @@ def engine_budget(config: EngineConfig, device: DeviceMemory, share: float) -> i
 
 
 def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: DeviceLimits) -> int:
-    """Estimate the temporaries of the largest program, as XLA's own reports have them.
+    """Estimate the bytes of temporaries of the largest program on each device.
 
-    Within 10 % of the programs of an 8B compiled for an A100 and an H200 (2,048 and 8,192 tokens).
+    It is within 10 % of XLA's own reports for the programs of an 8B compiled for an A100 and an
+    H200 (2,048 and 8,192 tokens).
     """
     item, devices = jnp.dtype(dtype).itemsize, config.split.devices
     heads = local_kv_heads(config) * (group_of(config) + 2) * config.head_dim
