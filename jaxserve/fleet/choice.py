@@ -103,7 +103,10 @@ class PrefixChoice:
         return deployment.bind(replicas, secret)
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Return the ASGI application, which Serve calls in this process."""
+        """Return an ASGI application that answers only POST /internal/route, with `choose`.
+
+        Serve calls it in this process.
+        """
         return Starlette(routes=[Route("/internal/route", self.choose, methods=["POST"])])
 
     async def choose(self, request: Request) -> Response:

@@ -105,11 +105,16 @@ def place_counts(config: ModelConfig) -> tuple[int, ...]:
 def chosen_places(
     chosen: Int32[Array, "T C"], positions: Int32[Array, " T"], places: Int32[Array, "E W"]
 ) -> Int32[Array, "T C"]:
-    """Return the place of each of a token's experts, among the places of that expert.
+    """Return, for each expert chosen by a token, the number of one place that holds the expert.
 
-    The choice depends only on the token's position and its experts, so that a token's result does
-    not depend on the batch. The experts are included because the rows of a batch may advance at the
-    same pace, with equal positions.
+    An expert with several places takes turns among them by the token's position plus the sum of its
+    experts, so that a token's result does not depend on the batch. The experts are included because
+    the rows of a batch may advance at the same pace, with equal positions.
+
+    Args:
+        chosen: experts of each token.
+        positions: position of each token in its sequence.
+        places: for each expert the number of its places, then their numbers.
     """
     rows = places[chosen]
     turn = (positions + chosen.sum(axis=-1, dtype=jnp.int32))[:, None] % rows[..., 0]

@@ -95,13 +95,15 @@ def would_part(table: SlotTable, running: np.ndarray, slots: np.ndarray, take: n
 
 
 class LaunchLength:
-    """The number of decode steps per launch, limited so that new requests wait briefly.
+    """Chooses the number of decode steps of each launch.
 
-    It is computed from measured durations.
+    A launch has as many steps as fit into `LAUNCH_SECONDS`, so that new requests wait briefly. The
+    duration of a step is a moving average over the launches given to `has_read`. Before the first
+    one a launch has one step.
 
     Args:
         most: the most steps of a launch.
-        fixed: a fixed number of steps, or None for the number that fits into `LAUNCH_SECONDS`.
+        fixed: a fixed number of steps, which replaces the computed one, or None.
     """
 
     def __init__(self, most: int, fixed: int | None) -> None:

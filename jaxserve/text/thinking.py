@@ -138,7 +138,10 @@ class ThinkingConstraint:
         return mark in self._marks.decode(self._tail)
 
     def _settle(self) -> None:
-        """Set the allowed tokens according to the phase."""
+        """Set `words` and `is_guided` according to the phase.
+
+        The phase "thinking" becomes "forcing" first if the budget is used up.
+        """
         budget = self._budget
         if self._phase == "thinking" and budget is not None and self._num_tokens >= budget:
             self._phase = "forcing"

@@ -255,7 +255,14 @@ def _check_template(part: Any) -> None:
 
 
 def _check_model(model: dict[str, Any], merges: memoryview) -> None:
-    """Check the settings and merges of a model."""
+    """Check the settings and merges of a tokenizer's model.
+
+    With a continuing_subword_prefix, the library cuts as many bytes as the prefix has from the
+    second part of each merge. The part must have them, and the cut may not split a character.
+
+    Raises:
+        CheckpointError: a merge does not allow the cut, or a setting is out of its bounds.
+    """
     _check_part("model", model)
     longest = model.get("max_input_chars_per_word")
     if isinstance(longest, int) and longest > MAX_WORD_CHARS:

@@ -140,11 +140,20 @@ def _matrix_of(part: WeightName) -> tuple[int, WeightName]:
 def _output_of_rows(
     part: WeightName, dims: Mapping[str, int], shape: tuple[int, ...], axes: Axes
 ) -> tuple[int, np.ndarray] | None:
-    """Return the first row of the part in its tensor, and the output index of each row.
+    """Return the first row of a part in its stored tensor, and the output index of each row.
 
-    The indices of rows and columns are arranged as the values would be. They are broadcast arrays,
-    in which an axis has stride zero if the index is constant along it. The result is None if a row
-    is not an output, or does not have all inputs of the parameter in order.
+    To find them, the indices of rows and columns are arranged as the part's values would be. They
+    are broadcast arrays, in which an axis has stride zero if the index is constant along it.
+
+    Args:
+        part: the part, which knows its place in the parameter.
+        dims: sizes by name, which give the shape of the stored tensor.
+        shape: shape of the parameter.
+        axes: the parameter's axes of inputs, and those of outputs.
+
+    Returns:
+        None if the stored tensor does not have two axes, or if a row is not one output with all
+        inputs of the parameter in order.
     """
     stored = part.shape(dims)
     if len(stored) != 2:

@@ -225,12 +225,17 @@ def _sums_of_run(
     begin: Sequence[Any],
     width: int,
 ) -> list[Any]:
-    """Generate code that multiplies a run and sums the integers: `width` vectors per row.
+    """Generate code that multiplies a run of weights by x. Return the sums, of integers.
 
     Args:
         numbers: iterator over the steps, `width` vectors of weights each.
         words: for each row, the address of the unit's words of x.
-        begin: initial value of the sums of each row.
+        steps: the indices of the run's steps within the unit.
+        begin: for each row, the initial value of each of its sums.
+        width: number of vectors of weights in a step.
+
+    Returns:
+        `width` vectors of sums for each row, those of the first row first.
     """
     # Quads have a second sum, of the upper bytes of x, which is multiplied by 256. Pairs have as
     # many sums as hide the latency of an addition. Integer sums are exact in any order.

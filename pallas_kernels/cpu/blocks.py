@@ -123,7 +123,7 @@ class FieldPlace(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the field."""
+        """Number of bytes of the field in one block."""
         return self.count * self.item
 
 

@@ -36,7 +36,13 @@ class NormKernel(RowKernel):
         return code.fdiv(ir.Constant(real, 1.0), root)
 
     def normed(self, code: Code, inverse: Any, numbers: Vectors, scale: Any) -> Vectors:
-        """Return a function that generates code to compute numbers of a row's norm, rounded."""
+        """Return a function that generates code to compute normed numbers of a row, rounded.
+
+        Args:
+            inverse: the factor that norms the row's numbers.
+            numbers: function that generates code to read the row's numbers.
+            scale: the scales, as `read` takes them.
+        """
         scales = self.read(code, scale)
 
         def normed(index: Any, lanes: int) -> Any:

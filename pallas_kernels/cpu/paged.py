@@ -110,7 +110,10 @@ class PagedCode:
         return widened(code, stored, self.real)
 
     def divisor(self, code: Code, query: Any) -> Any:
-        """Generate code that loads the total of a query's softmax. It becomes 1 if it is zero."""
+        """Generate code that loads the total of a query's softmax, or 1 if it is zero.
+
+        The result is a vector with this number in all lanes.
+        """
         total = code.read(self.totals, query, self.real)
         zero, unit = (ir.Constant(self.real, value) for value in (0.0, 1.0))
         total = code.select(code.fcmp_ordered("==", total, zero), unit, total)

@@ -98,7 +98,7 @@ class _Refs(NamedTuple):
 
     @property
     def grouped(self) -> bool:
-        """Whether scales differ within a column."""
+        """Whether a column has several scales, one for each group of its inputs, or has zeros."""
         return self.scales.shape[-2] > 1 or self.zeros is not None
 
 

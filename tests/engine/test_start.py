@@ -122,7 +122,7 @@ def test_weights_that_differ_from_what_was_expected_have_their_own_programs(
     monkeypatch.setattr(make_plan, "plan_start", plan_narrow)
     with LLM(checkpoint, **SMALL) as llm:
         assert "another model than was planned" in caplog.text
-        assert "embedding.project.value.panels is float32[" in caplog.text
+        assert "embedding.project.value.values is float32[" in caplog.text
         [found] = llm.generate(prompt, sampling)
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 

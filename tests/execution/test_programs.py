@@ -349,7 +349,7 @@ NOT_TRACED = {
     ),
     *(
         f"jaxserve/scheduling/{name}.py"
-        for name in ("logprobs", "page_keys", "page_pool", "plan", "ranges", "sequence")
+        for name in ("logprobs", "page_keys", "page_pool", "plan", "sequence")
     ),
 }
 

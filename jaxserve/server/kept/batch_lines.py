@@ -54,7 +54,7 @@ class BatchOutput(msgspec.Struct):
 
     @property
     def is_good(self) -> bool:
-        """Return whether it contains an answer with status 200."""
+        """Return whether the line contains an answer with status 200."""
         return self.response is not None and self.response.status_code == 200
 
 

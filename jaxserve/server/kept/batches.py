@@ -26,7 +26,7 @@ RETRY_SECONDS = 10.0
 
 
 class BatchRecord(msgspec.Struct):
-    """Stored state of a batch."""
+    """A stored batch of the batch API: the batch, its owner and its output files."""
 
     batch: Batch
     owner: str | None  # API key of the client

@@ -95,7 +95,10 @@ class BatchUsage(msgspec.Struct):
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """Batch. Times are seconds since 1970."""
+    """Batch of requests from an input file, as the API shows it.
+
+    Times are seconds since 1970.
+    """
 
     id: str
     endpoint: str

@@ -81,5 +81,5 @@ def make_admission(engine: EngineConfig, server: ServerConfig) -> Admission:
 
 
 def prompt_tokens(requests: Iterable[Request]) -> int:
-    """Return the number of prompt tokens to compute for all completions of some requests."""
+    """Return the number of prompt tokens of some requests, counted for each completion."""
     return sum(len(request.prompt_token_ids) * request.sampling.n for request in requests)

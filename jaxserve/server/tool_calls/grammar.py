@@ -183,7 +183,11 @@ class CallGrammar:
         return "\n".join(rules)
 
     def _harmony(self) -> str:
-        """Return a grammar of gpt-oss's messages: thoughts, then a call or an answer."""
+        """Return a grammar of gpt-oss's messages.
+
+        If the model may think, thoughts may come first. Then comes a call or, if allowed, an
+        answer. Where an answer is allowed, a preamble may precede the call.
+        """
         spell, end = self.spell, self.spell(END)
         is_token = end.startswith("<")
         free = "FREE" if is_token else "until_end"

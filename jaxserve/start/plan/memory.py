@@ -96,9 +96,10 @@ def engine_budget(config: EngineConfig, device: DeviceMemory, share: float) -> i
 
 
 def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: DeviceLimits) -> int:
-    """Estimate the temporaries of the largest program, as XLA's own reports have them.
+    """Estimate the bytes of temporaries of the largest program on each device.
 
-    Within 10 % of the programs of an 8B compiled for an A100 and an H200 (2,048 and 8,192 tokens).
+    It is within 10 % of XLA's own reports for the programs of an 8B compiled for an A100 and an
+    H200 (2,048 and 8,192 tokens).
     """
     item, devices = jnp.dtype(dtype).itemsize, config.split.devices
     heads = local_kv_heads(config) * (group_of(config) + 2) * config.head_dim
@@ -143,11 +144,12 @@ def count_pages(
     room: int,
     is_gpu: bool,
 ) -> PageCounts:
-    """Return the numbers of pages of the KV cache, from the settings or the available memory.
+    """Return how many pages the KV cache has (see `PageCounts` for the three numbers).
 
-    On CPU without max_model_len the cache is never larger than its default budget, since a
+    num_gpu_blocks_override decides, else kv_cache_memory_bytes, else the available memory. On CPU
+    without max_model_len the cache is then never larger than its default budget, since a
     config.json declares more positions than most requests use. With max_model_len one sequence of
-    that length fits.
+    that length fits. All numbers are limited to the pages that kernels can address.
 
     Args:
         config: resolved settings.

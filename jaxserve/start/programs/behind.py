@@ -167,9 +167,12 @@ class ProgramsBehind:
         )
 
     def _measure(self) -> None:
-        """Compile and measure samplers and some sizes, then drop the sizes that cost too much.
+        """Compile samplers and some sizes, time these sizes, and choose the sizes worth having.
 
-        A measured program is added to the runner only if a launch would use it.
+        The times and the mean seconds of a compilation decide. Sizes that are not chosen are
+        removed from the programs that remain to be compiled or loaded, and `_on_chosen` gets the
+        chosen ones. If the thread closes, no size is chosen. A measured program is added to the
+        runner only if a launch would use it.
         """
         measured = anchors(self._buckets)
         remaining = [p for p in self._absent if isinstance(p, Sampler) or p in measured]

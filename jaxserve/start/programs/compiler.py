@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 def product_precision(setting: str, dtype: Any) -> AbstractContextManager[None]:
     """Return a context in which a model's matrix products are traced with their precision.
 
-    JAX's default for float32 on a GPU is TF32, which "high" keeps. A CPU and narrower dtypes have
-    no choice.
+    "highest" gives float32 on a GPU its full precision. Any other setting keeps JAX's default
+    there, TF32. A CPU and narrower dtypes have no choice.
 
     Args:
         setting: `EngineConfig.float32_matmul_precision`.

@@ -251,7 +251,7 @@ class ConvertedSource(Source):
         return self.converted
 
     def tensors(self) -> Mapping[str, Any]:
-        """Return the description of each array by name."""
+        """Return the description of each parameter of the converted checkpoint, by name."""
         return self.converted.parameters
 
     def read(self, name: str) -> np.ndarray:

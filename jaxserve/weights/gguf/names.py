@@ -229,7 +229,20 @@ def _renamed(
 def _query_key_value(
     entry: GgufTensor, fused: re.Match[str], file: GgufFile, config: ModelConfig
 ) -> Iterator[GgufTensor]:
-    """Split a tensor with the rows of queries, then keys, then values into three tensors."""
+    """Split the entry of a tensor with the rows of queries, then keys, then values.
+
+    Args:
+        entry: the tensor's place in the file.
+        fused: match whose groups are the layer's number and the end of the tensor's name.
+        file: the file, for the message of an error.
+        config: has the numbers of heads.
+
+    Yields:
+        The entries of queries, keys and values, with the model's names of the tensors.
+
+    Raises:
+        CheckpointError: the number of rows is not that of the config.
+    """
     keys = config.num_key_value_heads * config.head_dim
     rows = {"q": config.num_attention_heads * config.head_dim, "k": keys, "v": keys}
     if entry.shape[0] != sum(rows.values()):
