@@ -250,6 +250,11 @@ def _check_context(config: ModelConfig) -> None:
     Such a division would save no memory.
     """
     context, copies = config.split.context, kv_copies(config)
+    if context > 1 and config.recurrent is not None:
+        raise UnsupportedModel(
+            f"decode_context_parallel_size is {context}; allowed: 1, since layers of this "
+            f"{config.architecture} keep a state in place of positions"
+        )
     if copies % context == 0:
         return
     heads = config.num_key_value_heads

@@ -16,6 +16,8 @@ from jaxserve.weights.safetensors import FLOATS, TensorEntry, read_blocks
 logger = logging.getLogger(__name__)
 
 # Rotary frequencies. Old versions of Transformers stored them, but the config determines them.
+# Modules that predict further tokens. They are not read.
+FURTHER = "mtp."
 COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 OUTPUT = "lm_head.weight"
@@ -92,7 +94,7 @@ def match_names(
     present = {
         name: entry
         for name, entry in tensors.items()
-        if not COMPUTED.fullmatch(name) and not name.startswith(further)
+        if not COMPUTED.fullmatch(name) and not name.startswith((*further, FURTHER))
     }
     if config.tie_word_embeddings:
         present.pop(OUTPUT, None)

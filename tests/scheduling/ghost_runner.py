@@ -2,7 +2,8 @@
 
 The cells that a real step would read from the cache are compared, position by position, with the
 digests of the sequence's own prefix. If layers keep states, a row's state is such a digest too.
-There are no floats and no programs, so thousands of schedules take a minute. A page that is lost, shared wrongly or reused too early shows at the first read.
+There are no floats and no programs, so thousands of schedules take a minute. A page that is lost,
+shared wrongly or reused too early shows at the first read.
 """
 
 from __future__ import annotations

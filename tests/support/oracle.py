@@ -18,8 +18,11 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.models import Decoder, ModelConfig
+from jaxserve.models.config.experts import Experts
+from jaxserve.models.registry import ARCHITECTURES
 from jaxserve.models.rope import rope_frequencies
 from jaxserve.request import SamplingParams
+from tests.support.recurrent_oracle import recurrent_mixer
 
 Array = np.ndarray
 Words = Listing[Listing[int]]
@@ -60,6 +63,7 @@ class Oracle:
             ".".join(map(str, path)): np.asarray(leaf[...], np.float64) for path, leaf in flat
         }
         self._config = config
+        self._traits = ARCHITECTURES[config.architecture].traits_of(config)
         starts = [f"layers.{index}." for index in range(config.num_hidden_layers)]
         self._layers = [
             {name.removeprefix(start): value for name, value in w.items() if name.startswith(start)}
@@ -82,38 +86,66 @@ class Oracle:
         project = w["embedding.project"]
         x = w["embedding.table"][tokens] if "embedding.table" in w else project[:, tokens].T
         angles = np.arange(len(tokens))[:, None] * rope_frequencies(config.rope, config.head_dim)
-        cos, sin = np.cos(angles), np.sin(angles)
-        for layer in self._layers:
-            x = x + self._attention(self._norm(x, layer["attention_norm.scale"]), layer, cos, sin)
-            normed = self._norm(x, layer["mlp_norm.scale"])
-            if "mlp.router" in layer:
-                x = x + self._experts(normed, layer)
-            else:
-                x = x + _gated(normed, layer["mlp.gate_up"], layer["mlp.down"])
+        for index, layer in enumerate(self._layers):
+            if "attention_norm.scale" in layer:
+                normed, kind = self._norm(x, layer["attention_norm.scale"]), config.mixers_of(index)
+                if kind == ("attention",):
+                    turns = angles if config.layers.rotary[index] else 0 * angles
+                    x = x + self._attention(normed, layer, np.cos(turns), np.sin(turns))
+                else:
+                    x = x + recurrent_mixer(kind[0], config, layer, normed)
+            if "mlp_norm.scale" in layer:
+                x = x + self._mlp(self._norm(x, layer["mlp_norm.scale"]), layer)
         return self._norm(x, w["norm.scale"]) @ project
 
+    def _mlp(self, x: Array, layer: dict[str, Array]) -> Array:
+        if "mlp.router" not in layer:
+            return _dense(x, layer, "mlp")
+        routed = self._experts(x, layer)
+        if not self._config.experts or not self._config.experts.shared:
+            return routed
+        shared = _dense(x, layer, "mlp.shared")
+        if "mlp.shared_gate" in layer:
+            shared = shared / (1 + np.exp(-x @ layer["mlp.shared_gate"]))
+        return routed + shared
+
     def _experts(self, x: Array, layer: dict[str, Array]) -> Array:
-        """Apply Qwen3's experts, one token and one expert at a time."""
+        """Apply the experts of Qwen3 or DeepSeek-V3, one token and one expert at a time."""
         experts = self._config.experts
         assert experts is not None
-        shares = np.exp(x @ layer["mlp.router"])
-        shares /= shares.sum(axis=-1, keepdims=True)
-        mixed = np.zeros_like(x)
+        scores = x @ layer["mlp.router"]
+        if self._traits.router == "sigmoid":
+            shares = 1 / (1 + np.exp(-scores))
+            ranks = _within_groups(shares + layer["mlp.correction"], experts)
+        else:
+            shares = ranks = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
+        inputs = x @ layer["mlp.before"] if "mlp.before" in layer else x
+        mixed = np.zeros_like(inputs)
         for token, share in enumerate(shares):
-            chosen = np.argsort(-share)[: experts.chosen]
+            chosen = np.argsort(-ranks[token])[: experts.chosen]
             total = share[chosen].sum() if experts.normalize else 1.0
             for one in chosen:
-                matrices = layer["mlp.gate_up"][one], layer["mlp.down"][one]
-                mixed[token] += share[one] / total * _gated(x[token : token + 1], *matrices)[0]
-        return mixed
+                row = inputs[token : token + 1]
+                if "mlp.up" in layer:
+                    y = np.maximum(row @ layer["mlp.up"][one], 0) ** 2 @ layer["mlp.down"][one]
+                else:
+                    y = _gated(row, layer["mlp.gate_up"][one], layer["mlp.down"][one])
+                mixed[token] += experts.scaling * share[one] / total * y[0]
+        return mixed @ layer["mlp.after"] if "mlp.after" in layer else mixed
 
     def _norm(self, x: Array, scale: Array) -> Array:
         mean = np.mean(x * x, axis=-1, keepdims=True)
-        return x / np.sqrt(mean + self._config.rms_norm_eps) * scale
+        return x / np.sqrt(mean + self._config.rms_norm_eps) * (scale + self._traits.norm_offset)
 
     def _attention(self, x: Array, layer: dict[str, Array], cos: Array, sin: Array) -> Array:
-        qkv = np.tensordot(x, layer["attention.qkv"], 1)
-        query, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+        gate = None
+        if "attention.query_gate" in layer:
+            both = np.tensordot(x, layer["attention.query_gate"], 1)
+            pair = np.tensordot(x, layer["attention.key_value"], 1)
+            query, gate, key, value = both[..., 0, :], both[..., 1, :], pair[:, :, 0], pair[:, :, 1]
+        else:
+            qkv = np.tensordot(x, layer["attention.qkv"], 1)
+            query, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         if "attention.query_norm.scale" in layer:
             query = self._norm(query, layer["attention.query_norm.scale"])
             key = self._norm(key, layer["attention.key_norm.scale"])
@@ -127,8 +159,9 @@ class Oracle:
         scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        mixed = weights @ value
-        return np.tensordot(mixed.transpose(2, 0, 1, 3), layer["attention.out"], 3)
+        mixed = (weights @ value).transpose(2, 0, 1, 3)
+        mixed = mixed if gate is None else mixed / (1 + np.exp(-gate))
+        return np.tensordot(mixed, layer["attention.out"], 3)
 
     def answer(
         self,
@@ -206,15 +239,32 @@ def _through_int8(x: Array) -> Array:
     return np.clip(np.rint(x / scale), -127, 127) * scale
 
 
+def _dense(x: Array, layer: dict[str, Array], name: str) -> Array:
+    if f"{name}.up" not in layer:
+        return _gated(x, layer[f"{name}.gate_up"], layer[f"{name}.down"])
+    hidden = x @ layer[f"{name}.up"] + layer.get(f"{name}.up_bias", np.zeros((1, 1)))
+    return np.maximum(hidden, 0) ** 2 @ layer[f"{name}.down"] + layer.get(f"{name}.down_bias", 0)
+
+
+def _within_groups(ranks: Array, experts: Experts) -> Array:
+    """Lower the ranks of experts outside the groups with the best sums of two ranks."""
+    groups = ranks.reshape(len(ranks), experts.groups, -1)
+    best = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+    kept = np.argsort(-best, axis=-1)[:, : experts.kept_groups]
+    is_kept = np.zeros(best.shape, bool)
+    np.put_along_axis(is_kept, kept, True, axis=1)
+    return np.where(is_kept[..., None], groups, -np.inf).reshape(ranks.shape)
+
+
 def _gated(x: Array, gate_up: Array, down: Array) -> Array:
     gate, up = x @ gate_up.swapaxes(0, 1)
     return (gate / (1 + np.exp(-gate)) * up) @ down
 
 
 def _rotated(x: Array, cos: Array, sin: Array) -> Array:
-    half = x.shape[-1] // 2
-    one, two = x[..., :half], x[..., half:]
-    return np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
+    half = cos.shape[-1]
+    one, two, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([one * cos - two * sin, two * cos + one * sin, rest], axis=-1)
 
 
 def stopped_text(pieces: Listing[str], sampling: SamplingParams) -> tuple[str, int | str | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -222,6 +223,12 @@ class ModelConfig:
     def num_page_layers(self) -> int:
         """Number of layers that keep cache pages."""
         return sum(map(self.has_pages, range(self.num_hidden_layers)))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence in float32, on all devices together."""
+        shapes = () if self.recurrent is None else self.recurrent.states
+        return 4 * self.num_state_layers * sum(prod(part.shape) for part in shapes)
 
     @property
     def num_state_layers(self) -> int:

@@ -58,6 +58,8 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
         "Qwen3OmniMoeThinkerForConditionalGeneration": Wrapper(
             "qwen3_omni_moe_thinker", "qwen3_omni_moe_text"
         ),
+        "Qwen3_5ForConditionalGeneration": Wrapper("qwen3_5", "qwen3_5_text"),
+        "Qwen3_5MoeForConditionalGeneration": Wrapper("qwen3_5_moe", "qwen3_5_moe_text"),
         "LlavaForConditionalGeneration": Wrapper("llava", "llama"),
         "LlavaNextForConditionalGeneration": Wrapper("llava_next", "llama"),
         "LlavaNextVideoForConditionalGeneration": Wrapper("llava_next_video", "llama"),
@@ -131,8 +133,29 @@ _QWEN3_VL: Raw = {
     "max_position_embeddings": 128000,
     "rope_theta": 5e5,
 }
+_QWEN3_5: Raw = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+}
 DEFAULTS: Mapping[str, Raw] = MappingProxyType(
     {
+        "qwen3_5_text": _QWEN3_5,
+        "qwen3_5_moe_text": {
+            **{name: size for name, size in _QWEN3_5.items() if name != "intermediate_size"},
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
         "llama": _LLAMA,
         "granite": _LLAMA,
         "mistral": {

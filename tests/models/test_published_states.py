@@ -1,0 +1,141 @@
+"""Checkpoints whose layers keep states: their config.json is read, and their states are counted.
+
+Sizes are of the checkpoints' model cards. Other fields are the defaults of Transformers' class.
+"""
+
+from typing import Any
+
+import pytest
+import transformers
+
+from jaxserve.models import parse_model_config
+
+ATTENTION, CONV = "full_attention", "conv"
+
+
+def _of(kind: str, **fields: Any) -> dict[str, Any]:
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    name = f"{kind.removesuffix('Text')}ForCausalLM"
+    return config.to_dict() | {"architectures": [name]}
+
+
+def _lfm2(layers: str, **fields: Any) -> dict[str, Any]:
+    kinds = [ATTENTION if letter == "*" else CONV for letter in layers]
+    return _of("Lfm2", layer_types=kinds, num_hidden_layers=len(kinds), **fields)
+
+
+def _nemotron(pattern: str, **fields: Any) -> dict[str, Any]:
+    return _of("NemotronH", hybrid_override_pattern=pattern, **fields)
+
+
+NANO = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+SMALL = "cc*cc*cc*c*c*c*c"
+H8 = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+MOE = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+# Name: fields, bytes of a token's keys and values at 16 bits, and of a sequence's states.
+PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
+    "LFM2-350M": (
+        _lfm2(SMALL, hidden_size=1024, num_attention_heads=16, intermediate_size=6656),
+        2 * 6 * 8 * 64 * 2,
+        10 * 2 * 1024 * 4,
+    ),
+    "LFM2-700M": (
+        _lfm2(SMALL, hidden_size=1536, num_attention_heads=24, intermediate_size=10240),
+        2 * 6 * 8 * 64 * 2,
+        10 * 2 * 1536 * 4,
+    ),
+    "LFM2-1.2B": (
+        _lfm2(SMALL, hidden_size=2048, num_attention_heads=32, intermediate_size=12288),
+        2 * 6 * 8 * 64 * 2,
+        10 * 2 * 2048 * 4,
+    ),
+    "Qwen3.5-0.8B": (
+        _of(
+            "Qwen3_5Text",
+            hidden_size=1024,
+            intermediate_size=3584,
+            num_hidden_layers=24,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            linear_num_value_heads=16,
+        ),
+        2 * 6 * 2 * 256 * 2,
+        18 * (3 * 3 * 2048 + 16 * 128 * 128) * 4,
+    ),
+    "Qwen3.5-9B (defaults of the class)": (
+        _of("Qwen3_5Text"),
+        2 * 8 * 4 * 256 * 2,
+        24 * (3 * 8192 + 32 * 128 * 128) * 4,
+    ),
+    "Qwen3.5-27B": (
+        _of(
+            "Qwen3_5Text",
+            hidden_size=5120,
+            intermediate_size=17408,
+            num_hidden_layers=64,
+            num_attention_heads=24,
+            linear_num_value_heads=48,
+        ),
+        2 * 16 * 4 * 256 * 2,
+        48 * (3 * 10240 + 48 * 128 * 128) * 4,
+    ),
+    "Qwen3.6-35B-A3B (defaults of the class)": (_of("Qwen3_5MoeText"), 20480, 65_863_680),
+    "Qwen3.5-122B-A10B": (
+        _of(
+            "Qwen3_5MoeText",
+            hidden_size=3072,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            linear_num_value_heads=64,
+            moe_intermediate_size=1024,
+            shared_expert_intermediate_size=1024,
+        ),
+        2 * 12 * 2 * 256 * 2,
+        36 * (3 * 12288 + 64 * 128 * 128) * 4,
+    ),
+    "Qwen3-Next-80B-A3B (defaults of the class)": (
+        _of("Qwen3Next"),
+        2 * 12 * 2 * 256 * 2,
+        36 * (3 * 8192 + 32 * 128 * 128) * 4,
+    ),
+    "Nemotron-H-8B": (
+        _nemotron(H8, hidden_size=4096, ssm_state_size=128, mamba_num_heads=128, n_groups=8),
+        2 * 4 * 8 * 128 * 2,
+        24 * (3 * (8192 + 2 * 1024) + 128 * 128 * 64) * 4,
+    ),
+    "NVIDIA-Nemotron-Nano-9B-v2": (
+        _nemotron(
+            NANO,
+            hidden_size=4480,
+            intermediate_size=15680,
+            num_attention_heads=40,
+            mamba_head_dim=80,
+        ),
+        2 * 4 * 8 * 128 * 2,
+        27 * (3 * (10240 + 2 * 1024) + 128 * 128 * 80) * 4,
+    ),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": (
+        _nemotron(
+            MOE,
+            hidden_size=2688,
+            num_key_value_heads=2,
+            mamba_num_heads=64,
+            n_routed_experts=128,
+            num_experts_per_tok=6,
+            moe_intermediate_size=1856,
+            moe_shared_expert_intermediate_size=3712,
+            routed_scaling_factor=2.5,
+        ),
+        2 * 6 * 2 * 128 * 2,
+        23 * (3 * (4096 + 2 * 1024) + 64 * 128 * 64) * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_pages_and_states_of_a_published_config_are_counted(name: str) -> None:
+    raw, page_bytes, state_bytes = PUBLISHED[name]
+    config = parse_model_config(raw, name)
+    pages = 2 * config.num_page_layers * config.num_key_value_heads * config.head_dim * 2
+    assert pages == page_bytes
+    assert config.state_bytes == state_bytes
