@@ -181,7 +181,7 @@ def _merged(
     kv_head: jax.Array,
     split: KvSplit,
 ) -> Softmax:
-    """Merge the stored results of `count` pieces of a tile, of programs from `first` on."""
+    """Return the `Softmax` of a tile, merged from the stored results of its `count` pieces."""
     columns = head_parts(split.spec.head_dim)
     rows = power_of_two(split.case.group * split.plan.queries)
     at_once = max(1, split.config.merge_numbers // (rows * columns[0][1]))
