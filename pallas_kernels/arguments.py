@@ -166,9 +166,11 @@ class AttentionOptions:
 
     Attributes:
         scale: factor of the scores. None means ``H ** -0.5``.
-        window: a query at position p sees only positions greater than ``p - window``.
-        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
+        window: a query at position p sees only positions greater than ``p - window``. None for no
+            limit.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``. None for no cap.
         sinks: [N] logits that are added to the denominator of the softmax, without scale or cap.
+            None for no sinks.
         k_scale: f32[K] factors of the stored keys, given together with `v_scale`. Pages of int8
             require it as f32[P,K,S], one factor per token and kv head.
         v_scale: the same for the stored values.
@@ -343,7 +345,7 @@ def kv_write_case(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
 ) -> Case:
-    """Check the arguments of a ``kv_write`` call. Return its `Case` for `device`.
+    """Check the arguments of a ``kv_write`` call. Return its `Case` (shapes, dtypes and `device`).
 
     Raises:
         ValueError: names the wrong argument, its shape or dtype, and the allowed values.

@@ -153,7 +153,8 @@ def _all_tiles(
         options: window and soft cap.
 
     Returns:
-        [T,K,G,H+2] of q's dtype, with the last axis of `attention_of_part`.
+        [T,K,G,H+2] of q's dtype: the weighted sum of the values, the greatest score, and the sum of
+        the weights relative to that score. Zeros for padding tokens.
     """
     T, K, G, H = q.shape
     first, count = rows.tiles()
@@ -197,7 +198,8 @@ def _tile(
         options: window and soft cap.
 
     Returns:
-        [QUERIES,K,G,H+2] of q's dtype, with the last axis of `attention_of_part`.
+        [QUERIES,K,G,H+2] of q's dtype: the weighted sum of the values, the greatest score, and the
+        sum of the weights relative to that score.
     """
     (Q, K, G, H), S = q.shape, cache.shape[1]
     pages = max(1, CHUNK_TOKENS // S)

@@ -360,7 +360,7 @@ def matmul_in_parts(
 ) -> jax.Array:
     """Multiply few rows by a matrix, as separate products over equal parts of the inputs.
 
-    The products of a part run in parallel on a GPU. The caller adds the parts.
+    A GPU kernel computes the parts in parallel. The caller adds them.
 
     Args:
         x: [T,D], bfloat16, float16, float32 or float64.

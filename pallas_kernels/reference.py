@@ -166,7 +166,7 @@ def quantized_kv_write(
     v_scale: jax.Array,
     slot_mapping: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Store keys and values as int8: the new pages of keys and of values, then the new scales."""
+    """Store keys and values as int8 codes: the new (k_pages, v_pages, k_scale, v_scale)."""
     num_pages, _, page_size, _ = k_pages.shape
     in_range = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
     page = jnp.where(in_range, slot_mapping // page_size, num_pages)

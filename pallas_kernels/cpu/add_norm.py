@@ -25,7 +25,10 @@ from pallas_kernels.row_arguments import NormOptions
 
 @dataclass(frozen=True)
 class AddNorm(NormKernel):
-    """CPU kernel (generator of LLVM IR) of ``add_norm``: a sum of two arrays and its RMSNorm."""
+    """CPU kernel (generator of LLVM IR) of ``add_norm``: a sum of two arrays and its RMSNorm.
+
+    The fields choose the steps: the addition, the norm of the added array, the norm of the sum.
+    """
 
     adds: bool  # whether an array is added
     norms_delta: bool  # whether the added array is normalized first
@@ -56,8 +59,8 @@ class AddNorm(NormKernel):
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Emit LLVM IR that computes ``add_norm`` for the rows of part `index` of `parts`.
 
-        `fields` are the IR values of the arguments that the property `fields` lists. The sum and
-        the norm are written to the result buffers.
+        `fields` are IR values: the addresses and sizes of the operands and results. The sum and the
+        norm are written to the results.
         """
         rows, size, x, *others = fields
         delta = others.pop(0) if self.adds else None

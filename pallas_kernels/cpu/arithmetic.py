@@ -16,7 +16,8 @@ LOG2_E = math.log2(math.e)
 def stored_type(dtype: str) -> ir.Type:
     """Return the LLVM type of numbers of a dtype in memory.
 
-    It is i16 for bfloat16, and i8 for "int8" codes and "uint8" (the bits of float8_e4m3fn).
+    It is i16 for bfloat16, i8 for "int8" codes and "uint8" (the bits of float8_e4m3fn), and half,
+    float or double for other floats.
     """
     types = {"bfloat16": I16, "float16": ir.HalfType(), "uint8": I8, "int8": I8}
     return types[dtype] if dtype in types else float_type(np.dtype(dtype))

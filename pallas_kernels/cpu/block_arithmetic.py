@@ -26,7 +26,7 @@ _ROUNDS = 1.5 * 2.0**23  # added to a float, it leaves the nearest integer in th
 
 @dataclass(frozen=True)
 class BlockArithmetic:
-    """Integer arithmetic of CPU products with weights in a GGUF format."""
+    """Base of the CPU kernel that multiplies x by a weight in a GGUF format in integers."""
 
     form: str  # name of the format
     cpu: Host = field(default_factory=host)  # the CPU that code is generated for
@@ -55,7 +55,7 @@ class BlockArithmetic:
 def mark_of(code: Code, whole: Any, row: Any, between: Any) -> Any:
     """Emit LLVM IR that computes the address of a row's mark, an i32. Return the address.
 
-    The mark is 1 if the row of x is rounded. `whole` is the address of the integer rows, each of
+    The mark is 1 if the row of x is rounded. `whole` is the address of the rounded rows, each of
     `between` bytes.
     """
     after = code.mul(code.add(row, const(1)), between)
@@ -65,16 +65,16 @@ def mark_of(code: Code, whole: Any, row: Any, between: Any) -> Any:
 def round_row(
     code: Code, rounding: Any, buffers: tuple[Any, Any], row: Any, inputs: Any, between: Any
 ) -> None:
-    """Emit LLVM IR that rounds a row of x to an integer row, unless another part has done it.
+    """Emit LLVM IR that rounds a row of x to integers, unless another part has done it.
 
     The IR then sets the row's mark.
 
     Args:
         rounding: the function of `rounding_function`.
-        buffers: addresses of x and of the integer rows.
+        buffers: addresses of x and of the rounded rows.
         row: number of the row.
         inputs: numbers of a row of x.
-        between: bytes of an integer row.
+        between: bytes of a rounded row.
     """
     x, whole = buffers
     mark = mark_of(code, whole, row, between)
@@ -86,14 +86,14 @@ def round_row(
 
 
 def row_bytes(inputs: int) -> int:
-    """Return the bytes of an integer row of x: integers, scales, the sums of each 16, a mark."""
+    """Return the bytes of a rounded row of x: integers, scales, the sums of each 16, a mark."""
     return 2 * inputs + inputs // UNIT * 12 + 4
 
 
 def places_of(code: Code, row: Any, inputs: Any) -> tuple[Any, Any]:
-    """Emit LLVM IR that computes two addresses in an integer row of x. Return them.
+    """Emit LLVM IR for the addresses of the scales and of the sums in a rounded row of x.
 
-    They are of the row's scales and of its sums of inputs. `row` is the address of the row.
+    `row` is the address of the row, and `inputs` its length. Returns both addresses.
     """
     scales = code.at(row, code.mul(inputs, const(2)), I8)
     return scales, code.at(scales, code.sdiv(inputs, const(UNIT // 4)), I8)
@@ -102,7 +102,7 @@ def places_of(code: Code, row: Any, inputs: Any) -> tuple[Any, Any]:
 def rounding_function(module: ir.Module, kernel: BlockArithmetic) -> ir.Function:
     """Add a function (x, to, inputs) to a module that rounds a row of x to integers. Return it.
 
-    Its arguments are the addresses of the row and of the integer row to write, and the number of
+    Its arguments are the addresses of the row and of the rounded row to write, and the number of
     inputs. NaN or infinity in 32 inputs makes their scale NaN.
     """
     lanes = kernel.lanes
@@ -151,7 +151,7 @@ def rounding_function(module: ir.Module, kernel: BlockArithmetic) -> ir.Function
 
 
 def _store_numbers(code: Code, kernel: BlockArithmetic, numbers: Sequence[Any], to: Any) -> None:
-    """Emit LLVM IR that stores 32 rounded inputs (a unit of an integer row of x) at address `to`.
+    """Emit LLVM IR that stores 32 rounded inputs (a unit of a rounded row of x) at address `to`.
 
     For pairs (`kernel.count` 2) these are int16 in order. For quads each number is stored as two
     signed bytes, number = 256 * upper + lower: 32 upper bytes, then 32 lower bytes, in the order of
@@ -199,7 +199,7 @@ def add_unit(
 
     Args:
         reader: reads a GGUF block of the weight.
-        rows: addresses of the integer rows of x.
+        rows: addresses of the rounded rows of x.
         places: for each row, the addresses of its scales and of its sums.
         nth, unit: number of the unit in the GGUF block, and in the row.
         totals: IR vectors, one for each row and vector of outputs. The list gets the new totals.
@@ -241,7 +241,7 @@ def _sums_of_run(
     begin: Sequence[Any],
     width: int,
 ) -> list[Any]:
-    """Emit LLVM IR that multiplies a run of weights by integer rows of x, in integers.
+    """Emit LLVM IR that multiplies a run of weights by rounded rows of x, in integers.
 
     Args:
         numbers: iterator over the steps, `width` vectors of weights each.

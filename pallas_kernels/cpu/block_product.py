@@ -92,8 +92,8 @@ class BlockProduct(BlockArithmetic):
         """Emit LLVM IR that computes part `index` of the panels of y, zero in padding rows.
 
         Each part also rounds rows of x that no other part has rounded yet. Parts start at different
-        rows. Two parts may round the same row, which is faster than waiting. `fields` are the IR
-        values of the arguments that the property `fields` lists.
+        rows. Two parts may round the same row, which is faster than waiting. `fields` are IR
+        values: the addresses and sizes of the operands and results.
         """
         x, w, counts, y, whole, rows, experts, inputs, panels, between = fields
         outputs = code.mul(panels, const(PANEL))
@@ -129,7 +129,7 @@ def _tile(module: ir.Module, kernel: BlockProduct, size: int, width: int) -> ir.
     """Add a function (x, panel, y, inputs, between, outputs) to a module, and return it.
 
     The function computes y[:size, :PANEL] = x[:size] @ panel. The first three arguments are the
-    addresses of integer rows of x, of a panel of GGUF blocks, and of float32 y. Rows of x are
+    addresses of rounded rows of x, of a panel of GGUF blocks, and of float32 y. Rows of x are
     `between` bytes apart, rows of y `outputs` numbers. A pass over the panel computes `width`
     vectors of outputs.
     """
@@ -183,7 +183,9 @@ def block_product(
 def run(
     kernel: BlockProduct, x: jax.Array, panels: jax.Array, num_rows: jax.Array | None = None
 ) -> jax.Array:
-    """Compute `block_product` with a given kernel: float32 [T, P * PANEL].
+    """Compute `block_product` with a given kernel: float32 [T, P * PANEL] for P panels.
+
+    x, `panels` and `num_rows` are as in `block_product`.
 
     Raises:
         ValueError: `panels` or `num_rows` has a wrong shape or dtype.

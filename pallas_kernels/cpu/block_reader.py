@@ -90,7 +90,9 @@ class BlockReader:
         return code.bitcast(bits, ir.VectorType(FLOAT, self.lanes))
 
     def scales(self, unit: Any, run: int) -> tuple[list[Any], list[Any]]:
-        """Emit LLVM IR that loads the scales and minima of run `run` of unit `unit`.
+        """Emit LLVM IR that loads the scales and minima of a run (inputs that share a scale).
+
+        The run is run `run` of unit `unit` (32 inputs) of the GGUF block.
 
         Returns:
             Two lists, of scales and of minima, with an IR vector for each vector of outputs. The

@@ -59,7 +59,7 @@ class BlockFormat:
 
     @property
     def fields(self) -> Mapping[str, FieldPlace]:
-        """Places of the fields (scale, codes and so on) in a GGUF block of one output, by name."""
+        """Mapping from field names (scale, codes etc.) to places in a GGUF block of one output."""
         counts = {
             "scale": (1, 1 if self.is_power else 2),
             "minimum": (int(self.has_minimum), 2),
@@ -83,7 +83,7 @@ class BlockFormat:
 
     @property
     def in_panel(self) -> Mapping[str, PanelPlace]:
-        """Places of the fields of a GGUF block in a panel, by name.
+        """Mapping from field names of a GGUF block to the fields' places in a panel.
 
         Fields of the whole block come first, then its units. A product reads a panel from beginning
         to end. With separate streams of codes, high bits and scales, some formats were read at half

@@ -80,8 +80,8 @@ class PagedDecode(PagedKernel):
         """Emit LLVM IR that computes attention of the (row, kv head) pairs of part `index`.
 
         A part is an equal share of the tokens of all pairs and of TOKENS_OF_A_PAIR for each pair. A
-        pair belongs to the part in which it begins. `fields` are the IR values of the arguments
-        that the property `fields` lists.
+        pair belongs to the part in which it begins. `fields` are IR values: the addresses and sizes
+        of the operands and results.
         """
         q, k, v, table, _, sinks, _, numbers, *rest = fields
         *rest, out, rows, columns, pages, heads, _ = rest
@@ -193,7 +193,7 @@ class _Pair(PagedCode):
         self.farther = self.ahead + PAGES_FARTHER
 
     def function(self, module: ir.Module) -> ir.Function:
-        """Add the LLVM function "pair" to a module, and return it.
+        """Add the LLVM function "pair", attention of a (row, kv head) pair, to a module. Return it.
 
         Its arguments are q, k, v, table, sinks, numbers, out, next entry, next k, first, stop,
         stride, pages, and for int8 pages the scales of keys and of values. The addresses point to

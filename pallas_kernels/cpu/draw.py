@@ -53,8 +53,8 @@ class Draw(RowKernel):
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Emit LLVM IR that samples the tokens of the rows of part `index`, and stores them.
 
-        A row with temperature 0 gets its argmax. `fields` are the IR values of the arguments that
-        the property `fields` lists.
+        A row with temperature 0 gets its argmax. `fields` are IR values: the addresses and sizes of
+        the operands and results.
         """
         greedy, temperature, tokens, rows = fields[2], fields[3], fields[-4], fields[-2]
         least = code.room(self.bits)
@@ -72,7 +72,7 @@ class Draw(RowKernel):
 
     @property
     def bits(self) -> Any:
-        """LLVM integer type of the bits of a logit."""
+        """LLVM integer type with as many bits as a logit."""
         return ir.IntType(8 * element_bytes(self.real))
 
     def keys(self, code: Code, x: Any) -> Any:

@@ -60,7 +60,7 @@ class Gated(RowKernel):
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Emit LLVM IR that computes activation(gate) * up for the rows of part `index`.
 
-        `fields` are the IR values of the arguments that the property `fields` lists.
+        `fields` are IR values: the addresses and sizes of the operands and results.
         """
         gates, results, rows, size = fields
         stored, written = stored_type(self.dtype), stored_type(self.result)

@@ -58,14 +58,15 @@ class Kernel(Protocol):
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
         """Emit LLVM IR that computes the number of parts of the work. Return it, an i64 >= 1.
 
-        `fields` are the IR values of the kernel's arguments.
+        `fields` are IR values: the addresses and sizes of the operands and results.
         """
         ...
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Emit LLVM IR that computes part `index` of `parts`, and stores its results.
 
-        `index` and `parts` are i64 IR values, and `fields` the IR values of the kernel's arguments.
+        `index` and `parts` are i64 IR values, and `fields` the addresses and sizes of the operands
+        and results.
         """
         ...
 

@@ -21,7 +21,7 @@ PIECE = 16  # lanes move fastest within this many bytes of a vector
 
 
 def const(value: int) -> ir.Constant:
-    """Return an LLVM constant of type i64."""
+    """Return `value` as an LLVM constant of type i64."""
     return ir.Constant(I64, value)
 
 
@@ -185,7 +185,10 @@ class Code(ir.IRBuilder):
         return self.extract_element(vector, ir.Constant(I32, 0))
 
     def lanes_of(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
-        """Emit a shuffle that takes lanes of vectors a and b, b's numbered after a's. Return it."""
+        """Emit a shuffle of vectors a and b. Return the vector of the lanes numbered in `lanes`.
+
+        The lanes of b are numbered after the lanes of a.
+        """
         return self.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
     def columns(self, read: Callable[[int, int, int], Any], word: int, lanes: int) -> list[Any]:

@@ -91,7 +91,7 @@ class PagedCode:
         self.lanes = math.gcd(self.H, self.width)  # of keys and values
 
     def page(self, code: Code, base: Any, entry: Any) -> Any:
-        """Emit LLVM IR for the address of the page whose id is at address `entry`. Return it.
+        """Emit LLVM IR for the address of the page whose id is at `entry`. Return the address.
 
         `base` is the address of the first page. An id that is not less than the number of pages is
         replaced by 0.

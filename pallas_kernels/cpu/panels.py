@@ -22,9 +22,10 @@ def panel_shape(inputs: int, outputs: int, dtype: np.dtype) -> tuple[tuple[int, 
 
     - Most dtypes: [ceil(O / PANEL), I, PANEL]. Element [n, i, o] is the weight of input i and
       output PANEL * n + o. float16 is stored as its bits, uint16, because XLA on CPU converts whole
-      arrays of 16-bit floats. - bfloat16: uint32 [ceil(O / PANEL), ceil(I / 2), PANEL]. Word [n, p,
-      o] holds the bits of inputs 2 p (lower half) and 2 p + 1 (upper half) of output PANEL * n + o.
-      So a row of a checkpoint's [O, I], read as words, is a column of a panel.
+      arrays of 16-bit floats.
+    - bfloat16: uint32 [ceil(O / PANEL), ceil(I / 2), PANEL]. Word [n, p, o] holds the bits of
+      inputs 2 p (lower half) and 2 p + 1 (upper half) of output PANEL * n + o. So a row of a
+      checkpoint's [O, I], read as words, is a column of a panel.
 
     Outputs beyond O are zero, and so is the second half of the last word if I is odd.
     """

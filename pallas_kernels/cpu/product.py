@@ -116,7 +116,7 @@ class PanelProduct:
 
     @property
     def sums(self) -> int:
-        """Number of vectors of sums in registers. The other registers hold factors."""
+        """Number of vector registers that hold the sums of a tile. The others hold factors."""
         return self.cpu.registers * 3 // 4
 
     @property
@@ -132,7 +132,7 @@ class PanelProduct:
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Emit LLVM IR that computes part `index` of the panels of y, zero in padding rows.
 
-        `fields` are the IR values of the arguments that the property `fields` lists.
+        `fields` are IR values: the addresses and sizes of the operands and results.
         """
         x, w, counts, y, rows, groups, inputs, panels = fields
         outputs = code.mul(panels, const(PANEL))
@@ -278,6 +278,8 @@ def run(
     kernel: PanelProduct, x: jax.Array, panels: jax.Array, num_rows: jax.Array | None = None
 ) -> jax.Array:
     """Compute `panel_product` with a given kernel: [T, P * PANEL] of the kernel's sums' dtype.
+
+    x, `panels` and `num_rows` are as in `panel_product`.
 
     Raises:
         ValueError: `panels` or `num_rows` has a wrong shape or dtype.

@@ -65,7 +65,7 @@ class PagedTiles(PagedKernel):
         """Emit LLVM IR that computes attention of the tiles of queries that begin in part `index`.
 
         A part is an equal share of the products of all tiles. Part 0 also writes zeros to padding
-        tokens. `fields` are the IR values of the arguments that the property `fields` lists.
+        tokens. `fields` are IR values: the addresses and sizes of the operands and results.
         """
         rows, heads = fields[-5], fields[-2]
         tile = _Tile(self).function(code.module)

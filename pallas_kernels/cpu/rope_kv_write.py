@@ -74,8 +74,8 @@ class RopeKVWrite(NormKernel):
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Emit LLVM IR that computes ``rope_kv_write`` for the tokens of part `index`.
 
-        Keys and values of a token whose slot is outside the pages are not written. `fields` are the
-        IR values of the arguments that the property `fields` lists.
+        Keys and values of a token whose slot is outside the pages are not written. `fields` are IR
+        values: the addresses and sizes of the operands and results.
         """
         tokens, kv_heads, heads, width, num_pages, page_size, *rest = fields
         pairs = rest.pop(0) if self.rotates else None

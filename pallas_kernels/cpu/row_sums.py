@@ -141,7 +141,10 @@ class RowKernel:
 
 @dataclass(frozen=True)
 class OneOperandKernel(RowKernel, ABC):
-    """Base of the CPU kernels over rows that have one operand and one result."""
+    """Base of the CPU kernels over rows that have one operand and one result.
+
+    A subclass implements `row`, which computes the result of one row.
+    """
 
     operands = 1
 

@@ -103,7 +103,8 @@ def _run_piece(
     kv_head: jax.Array,
     split: KvSplit,
 ) -> None:
-    """Compute KV blocks [begin, end) of a query tile. A tile's last piece merges its pieces."""
+    """Compute attention of a query tile over its KV blocks [begin, end), and store the result."""
+    # The last piece of a tile to finish merges the results of all its pieces.
     # The pieces of a tile belong to consecutive programs. The first piece can be the last turn of
     # its program, so each program has two places for partial results.
     spec, plan, lines = split.spec, split.plan, refs["lines"]

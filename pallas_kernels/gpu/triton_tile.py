@@ -48,16 +48,14 @@ def power_of_two(n: int) -> int:
 
 
 def ceil_div(a: jax.Array | int, b: jax.Array | int) -> jax.Array:
-    """Return the ceiling of a / b for non-negative int32."""
+    """Return the ceiling of a / b for non-negative int32 numbers, as int32."""
     a = jnp.asarray(a, jnp.int32)
     return lax.div(a + (b - 1), jnp.int32(b) if isinstance(b, int) else b)
 
 
 def spread(numbers: jax.Array, shape: tuple[int, ...], *axes: int) -> jax.Array:
-    """Broadcast an array to `shape`. Its dimensions become the dimensions `axes` of the result.
-
-    `jnp.broadcast_to` after adding axes takes several times as many operations to trace.
-    """
+    """Broadcast an array to `shape`. Its dimensions become the dimensions `axes` of the result."""
+    # After adding axes, `jnp.broadcast_to` takes several times as many operations to trace.
     return lax.broadcast_in_dim(numbers, shape, axes)
 
 
@@ -69,7 +67,7 @@ def running_sum(counts: jax.Array) -> jax.Array:
 
 
 def owner(ends: jax.Array, items: int) -> jax.Array:
-    """Return, for each of `items` items, the first row whose cumulative end is beyond it: i32."""
+    """Return i32[items]: for each number 0, 1, ..., the first row whose end is greater."""
     passed = ends[None, :] <= jnp.arange(items, dtype=jnp.int32)[:, None]
     return passed.sum(axis=1, dtype=jnp.int32)
 
@@ -134,7 +132,10 @@ class Span:
 def tile_bounds(
     first_position: jax.Array, last_position: jax.Array, window: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return (begin, end, full_begin, full_end) of the `Span` of a tile of queries."""
+    """Return the bounds (begin, end, full_begin, full_end) of positions that a query tile sees.
+
+    At least one query sees positions [begin, end), and every query [full_begin, full_end).
+    """
     zero = jnp.int32(0)
     end = jnp.maximum(last_position + 1, zero)
     full_end = jnp.maximum(first_position + 1, zero)

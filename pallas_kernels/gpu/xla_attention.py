@@ -22,7 +22,7 @@ from pallas_kernels.arguments import NO_OPTIONS, AttentionArrays, AttentionOptio
 
 
 class TurnSizes(NamedTuple):
-    """Sizes of a turn of the loops over the KV cache."""
+    """How many tokens and bytes a turn of the attention loops over the KV cache processes."""
 
     chunk_tokens: int = 64  # tokens of an item of decodes
     # tokens of all items of a turn. Padding items read the same page repeatedly, from the cache.
