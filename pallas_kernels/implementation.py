@@ -141,7 +141,7 @@ def device_limit(name: str, device: DeviceLimits) -> str | None:
 
 
 def _triton_limit(case: AnyCase) -> str | None:
-    """Return why the Triton kernels cannot compute the call `case`, or None if they can."""
+    """Return why shapes or dtypes of a call do not fit the Triton kernels, or None if they fit."""
     if isinstance(case, ProductCase):
         if case.dtype.itemsize != 2:
             return f"x has dtype {case.dtype}; allowed: bfloat16 or float16"
@@ -248,7 +248,7 @@ def choose(requested: str, case: AnyCase) -> str:
 
     Args:
         requested: the name of an implementation, or "auto" for the first one in `KERNELS` that can
-            compute the call.
+            compute the call and was timed at its head dim.
         case: operation, device, shapes and dtypes of the call.
 
     Raises:

@@ -413,8 +413,8 @@ def has_few_row_product(op: str, x: jax.Array, outputs: int, implementation: str
         op: "matmul_in_parts" or "gated_matmul".
         x: the rows, of which only shape and dtype are read.
         outputs: F, the number of outputs of the product.
-        implementation: as in the product. The name of a Triton kernel that cannot run the call
-            gives False. Names of kernels of other operations are allowed.
+        implementation: "auto", "xla", "triton" or "triton_interpret". A named Triton kernel that
+            cannot run the call gives False.
     """
     case = ProductCase(op, target_device(), jnp.dtype(x.dtype), x.shape[0], x.shape[1], outputs)
     return _kernel_runs(implementation, case)
@@ -446,7 +446,8 @@ def greatest(x: jax.Array, *, implementation: str = "auto") -> jax.Array:
 def has_greatest(x: jax.Array, implementation: str) -> bool:
     """Return whether a GPU kernel, rather than plain JAX, computes the argmax of rows x [R,V].
 
-    The argmax is the operation ``greatest``. `implementation` is its argument.
+    The argmax is the operation ``greatest``. `implementation` is "auto", "xla", "triton" or
+    "triton_interpret". A named Triton kernel that cannot run the call gives False.
     """
     return _kernel_runs(implementation, _greatest_case(x))
 

@@ -112,7 +112,7 @@ def output_major_matmul(
 
     Args:
         x: [T,I], bfloat16, float16, float32 or float64.
-        values: [O,rows], the transposed codes of ``quantized_matmul``.
+        values: [O,I] codes, the transposed codes of ``quantized_matmul``. [O,I/2] for "int4".
         scales: [O,groups], any float.
         zeros: [O,groups]: zero points or minima, or None.
         form: "int8", "fp8" or "int4".

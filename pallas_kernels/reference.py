@@ -111,7 +111,7 @@ def paged_decode_attention(
 
 
 def store_cast(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """Convert keys or values [T,K,H] to the dtype of KV pages: divide by scale [K], clip, cast."""
+    """Divide keys or values [T,K,H] by scale [K], and cast to `dtype`. float8 saturates at 448."""
     wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if scale is not None:
         wide = wide / scale[:, None]

@@ -93,7 +93,8 @@ def module_of(bits: int, group: int) -> ir.Module:
 def _words(code: Code, vector: Any, bits: int, shift: int) -> Any:
     """Emit LLVM IR that takes the code at bit `shift` of each byte, and packs the codes in words.
 
-    Returns the IR vector of the words as i8, in the order of `blocks.packed`.
+    `vector` is an IR vector of the bytes of a group, with codes of `bits` bits. Returns the IR
+    vector of the words as i8, in the order of `blocks.packed`.
     """
     size = vector.type.count
     order = [first + place for first in range(0, size, _BYTES[bits]) for place in _WORD[bits]]

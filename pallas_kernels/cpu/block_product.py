@@ -52,7 +52,10 @@ from pallas_kernels.cpu.panels import PANEL
 
 @dataclass(frozen=True)
 class BlockProduct(BlockArithmetic):
-    """CPU kernel (generator of LLVM IR) for float32 x times a weight in one GGUF format."""
+    """CPU kernel (generator of LLVM IR) for float32 x times a weight in one GGUF format.
+
+    `form` is the name of the format, and `cpu` the CPU that code is generated for.
+    """
 
     operands = 3
 

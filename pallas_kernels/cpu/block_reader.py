@@ -180,7 +180,11 @@ class BlockReader:
         return code.and_(code.bitcast(moved, words.type), filled(words.type, ones * 0x01010101))
 
     def prefetch(self, unit: Any) -> None:
-        """Emit LLVM IR that prefetches the panel ahead of a unit, as many bytes as a unit has."""
+        """Emit LLVM IR that prefetches as many bytes of the panel as a unit (32 inputs) has.
+
+        The bytes are at fixed distances after the unit's. Codes of 8 bits in quads are not
+        prefetched.
+        """
         code, layout = self._code, self.format
         if self.count == 4 and layout.low == 8:
             return

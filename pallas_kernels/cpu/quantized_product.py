@@ -276,7 +276,10 @@ def run(
     zeros: jax.Array | None = None,
     num_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute `quantized_panel_product` with a given kernel: [T, P * PANEL] of its sums' dtype."""
+    """Compute `quantized_panel_product` with a given kernel: [T, P * PANEL] of its sums' dtype.
+
+    Raises ValueError if the shapes of the arrays do not fit each other.
+    """
     many, groups = codes.shape[:-2], scales.shape[-2]
     steps = [array for array in (scales, zeros) if array is not None]
     for name, array in zip(("scales", "zeros"), steps, strict=False):

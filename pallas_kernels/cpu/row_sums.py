@@ -196,9 +196,10 @@ def _exp(code: Code, x: Any, top: Any) -> Any:
 
 @dataclass(frozen=True)
 class RowSums(OneOperandKernel):
-    """CPU kernel (generator of LLVM IR) for sums of rows, whose `dtype` is the numbers' dtype.
+    """CPU kernel (generator of LLVM IR) that sums the rows of an array, in a fixed order.
 
-    The dtype is "float64", "float32", "bfloat16" or "float16". Sums of 16-bit numbers are float32.
+    `dtype` of the numbers is "float64", "float32", "bfloat16" or "float16". Sums of 16-bit numbers
+    are float32. `term` is the summand.
     """
 
     term: Summed = "numbers"  # the summand. "exps" are of the distances to the maximum.
@@ -251,9 +252,9 @@ class RowShares(OneOperandKernel):
 
 
 def row_sums(x: jax.Array, term: Summed = "numbers") -> jax.Array:
-    """Sum each row of x [..., D], or the squares or exponentials of its numbers, on CPU.
+    """Sum each row of x [..., D], or a function of its numbers, on CPU: [...], at least float32.
 
-    `term` is the summand, as in ``pallas_kernels.row_sums``. Returns [...], float32 or float64.
+    `term` is the summand: "numbers", "squares" or "exps", exp(number - maximum of the row).
     """
     kernel = RowSums(np.dtype(x.dtype).name, term)
     rows = x.reshape(-1, x.shape[-1])

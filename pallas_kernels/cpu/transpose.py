@@ -85,7 +85,7 @@ class InputCut:
 
     @property
     def word(self) -> int:
-        """Bytes of a word: one number, or the numbers of two inputs."""
+        """Bytes of a word of a panel: one number, or the numbers of two inputs."""
         return self.number * (1 + self.pairs)
 
     @property

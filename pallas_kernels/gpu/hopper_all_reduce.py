@@ -33,7 +33,7 @@ MOST_LOADS = 128
 
 @dataclasses.dataclass(frozen=True)
 class _SumShape:
-    """Static properties of the Hopper kernel that sums over devices and normalizes the sum."""
+    """Compile-time properties of the Hopper kernel that sums over devices and normalizes."""
 
     devices: int  # number of devices
     names: tuple[str, ...]  # names of the operands and outputs, in order

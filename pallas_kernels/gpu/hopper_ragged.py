@@ -48,7 +48,7 @@ program, 504 per thread column for three of them. A request for more would wait 
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """Static properties of the Hopper attention kernel."""
+    """Compile-time properties of the Hopper attention kernel: sizes, options, interpreter flag."""
 
     case: Case  # shapes and dtypes of the call
     config: MosaicConfig  # block sizes

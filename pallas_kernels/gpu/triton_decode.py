@@ -67,7 +67,7 @@ MIN_DOT_ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class KvSplit:
-    """Static properties of an attention call whose KV is split over programs."""
+    """Compile-time properties of an attention kernel whose KV is split over programs."""
 
     spec: TileSpec  # sizes and options of a tile
     case: Case  # shapes and dtypes of the call

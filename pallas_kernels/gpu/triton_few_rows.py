@@ -30,10 +30,11 @@ def _kernel(
     config: ProductConfig,
     activation: Activation | None,
 ) -> None:
-    """Body of the kernel: compute a tile of rows and columns of the product, and write it.
+    """Body of the kernel of a product of few rows: compute a tile of rows and columns.
 
-    A program sums over one of `case.parts` parts of the inputs. With `activation` it computes the
-    two products of a gated MLP and writes ``activation(x @ gate) * (x @ up)``.
+    A program adds the products of one of `case.parts` parts of the inputs, and writes the tile to
+    the output. With `activation` it computes the two products of a gated MLP and writes
+    ``activation(x @ gate) * (x @ up)``.
     """
     rows, columns, inner = config.block_rows, config.block_columns, config.block_inner
     part, size = pl.program_id(2), case.D // case.parts
@@ -104,9 +105,10 @@ def _product(
     config: ProductConfig,
     interpret: bool,
 ) -> jax.Array:
-    """Run the kernel for `case`: f32[parts,T,F] if `activation` is None, else [T,F] of x's dtype.
+    """Run the kernel of a product of few rows x [T,D]: f32[parts,T,F], or [T,F] if gated.
 
-    Because of `jax.jit` a program traces and lowers the kernel once for all layers.
+    The product is gated if `activation` is not None. Because of `jax.jit` a program traces and
+    lowers the kernel once for all layers.
     """
     if activation is None:
         out = jax.ShapeDtypeStruct((case.parts, case.T, case.F), jnp.float32)

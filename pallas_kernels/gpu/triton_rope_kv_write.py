@@ -28,7 +28,10 @@ ARRAYS = ("bias", "query_norm", "key_norm", "mean_squares", "k_scale", "v_scale"
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Some columns of a head: `size` columns from `first` on, `step` apart, during one trace."""
+    """Some columns of a head: `size` columns from `first` on, `step` apart.
+
+    An instance caches traced arrays, so it lives for one trace.
+    """
 
     first: int
     step: int

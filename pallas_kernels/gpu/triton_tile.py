@@ -74,7 +74,7 @@ def owner(ends: jax.Array, items: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class TileSpec:
-    """Static properties of a tile of queries of an attention kernel."""
+    """Compile-time sizes and options of a tile of queries of the Triton attention kernels."""
 
     tile_rows: int  # query rows (tokens x heads of a group) of the tile
     block_tokens: int  # KV positions per loop step
@@ -155,7 +155,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def load_queries(
     q_ref: Any, token: jax.Array, head: jax.Array, valid: jax.Array, spec: TileSpec
 ) -> Parts:
-    """Load the queries of a tile: parts [tile_rows, part] of the head, zero where not valid."""
+    """Load the queries of a tile, zero in rows that are not `valid`: parts [tile_rows, part]."""
     parts = []
     for start, size in head_parts(spec.head_dim):
         shape = (spec.tile_rows, size)
@@ -233,7 +233,7 @@ def attend(
     factor = factor if pages.key_scale is None else factor * pages.key_scale
 
     def loader(i: jax.Array, masked: bool):
-        """Return a function (ref, start, size) that reads columns of block i: [block, size]."""
+        """Return a function (ref, start, size) that loads columns of KV block i: [block, size]."""
         if block <= page_size:
             page = pages.table[pages.row, lax.shift_right_logical(i * block, shift)]
             inside = pl.ds(lax.bitwise_and(i * block, page_size - 1), block)

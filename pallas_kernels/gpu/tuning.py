@@ -182,9 +182,9 @@ def fit_block(block_tokens: int, case: Case) -> int:
 
 
 def defaults(kind: type[Config], case: Case) -> Any:
-    """Return the default block sizes for a call: an instance of `kind`.
+    """Return the default block sizes for attention or a KV write, as an instance of `kind`.
 
-    They fit the shared memory of the card and spill no registers.
+    They fit the shared memory of the card of the call `case`, and spill no registers.
     """
     exact = case.query_dtype.itemsize == 4  # without tensor cores: small tiles, many threads
     wide = case.H > 128
@@ -217,7 +217,7 @@ def defaults(kind: type[Config], case: Case) -> Any:
 
 
 def lookup(kind: type[Config], case: Case) -> Config:
-    """Return the block sizes for attention or a KV write: an instance of `kind`.
+    """Return the block sizes for attention or a KV write, as an instance of `kind`.
 
     These are the defaults, with the changes of the first entry of the card's table that matches the
     call's operation, dtype, head dim and size.
@@ -251,7 +251,7 @@ def grouped_defaults(dtype: jnp.dtype, up_to: int | None) -> GroupedConfig:
 
 
 def grouped_config(case: GroupedCase) -> GroupedConfig:
-    """Return the block sizes for a grouped product: defaults, as changed by the card's table."""
+    """Return the block sizes for a grouped product: defaults, changed by the card's table."""
     mean = -(-case.A // case.E)
     up_to = next(size for size in GROUPED_SIZES if size is None or mean <= size)
     for entry in read_entries(case.device):
@@ -263,7 +263,10 @@ def grouped_config(case: GroupedCase) -> GroupedConfig:
 
 
 def product_config(case: ProductCase) -> ProductConfig:
-    """Return the block sizes for a product of few rows: defaults, as changed by the table."""
+    """Return the block sizes for a product of few rows: defaults, with changes by card.
+
+    The changes are of the first entry of the card's table that matches the call.
+    """
     base = product_defaults(case)
     for entry in read_entries(case.device):
         if entry["op"] != case.op or entry["dtype"] != case.dtype.name:

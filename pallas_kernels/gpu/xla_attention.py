@@ -22,7 +22,7 @@ from pallas_kernels.arguments import NO_OPTIONS, AttentionArrays, AttentionOptio
 
 
 class TurnSizes(NamedTuple):
-    """How many tokens and bytes a turn of the attention loops over the KV cache processes."""
+    """Sizes of a turn of the attention loops over the KV cache, in tokens or bytes."""
 
     chunk_tokens: int = 64  # tokens of an item of decodes
     # tokens of all items of a turn. Padding items read the same page repeatedly, from the cache.
@@ -40,7 +40,8 @@ def paged_decode_attention(
 ) -> jax.Array:
     """Compute attention of one query per row in plain JAX for a GPU without Triton.
 
-    Returns [R,N,H] of q's dtype. `sizes` are the sizes of a turn of the loop over the KV cache.
+    `arrays` and `options` are the arguments of the call, and `sizes` the sizes of a turn of the
+    loop over the KV cache. Returns [R,N,H] of q's dtype.
     """
     return xla.paged_decode_attention(arrays, options, decode=partial(_decode, sizes=sizes))
 
@@ -50,7 +51,8 @@ def ragged_paged_attention(
 ) -> jax.Array:
     """Compute causal attention of rows of any length in plain JAX for a GPU without Triton.
 
-    Returns [T,N,H] of q's dtype. `sizes` are the sizes of a turn of the loops over the KV cache.
+    `arrays` and `options` are the arguments of the call, and `sizes` the sizes of a turn of the
+    loops over the KV cache. Returns [T,N,H] of q's dtype.
     """
     q, k_pages = arrays.q, arrays.k_pages
     positions = arrays.page_table.shape[1] * k_pages.shape[2]
