@@ -251,7 +251,7 @@ def _sums_of_run(
         width: number of vectors of weights in a step.
 
     Returns:
-        The sums, `width` IR vectors of i32 for each row, those of the first row first.
+        The sums, `width` IR vectors of i32 for each row, the first row's first.
     """
     # Quads have a second sum, of the upper bytes of x, which is multiplied by 256. Pairs have as
     # many sums as hide the latency of an addition. Integer sums are exact in any order.

@@ -48,7 +48,9 @@ class Code(ir.IRBuilder):
     def loop(
         self, start: Any, stop: Any, step: int = 1, carry: Sequence[Any] = ()
     ) -> Iterator[tuple[Any, list[Any]]]:
-        """Emit an LLVM loop from `start` to before `stop` (i64s). The body is the `with` block.
+        """Emit an LLVM loop over an i64 index from `start` to before `stop`, in steps of `step`.
+
+        The `with` block emits the body.
 
         Yields:
             The index, and a list of the carried values, initially `carry`. The body replaces the

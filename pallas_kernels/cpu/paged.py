@@ -80,7 +80,6 @@ class PagedCode:
     totals: Any
 
     def __init__(self, kernel: PagedKernel) -> None:
-        """Choose the LLVM types of numbers, and the lanes of vectors for this host."""
         self.kernel = kernel
         self.real, self.stored = float_type(np.dtype(kernel.dtype)), stored_type(kernel.pages)
         self.query_type = stored_type(kernel.query_dtype)
@@ -103,7 +102,7 @@ class PagedCode:
         return code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
 
     def scales_before(self, code: Code, column: Any) -> Any:
-        """Emit LLVM IR that counts the scales in memory before those of a page. Return the i64.
+        """Emit LLVM IR for how many scales lie in memory before a page's scales. Return the i64.
 
         The page is at column `column` of the row of the page table.
         """

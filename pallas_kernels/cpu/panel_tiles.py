@@ -117,8 +117,8 @@ class TileSums:
     def read(self, columns: range, begins: Any) -> list[Any]:
         """Emit LLVM IR that loads some vectors of each row of the tile, or zeros if `begins`.
 
-        `columns` are the numbers of the vectors in a row. Returns a list of IR vectors, those of
-        the first row first.
+        `columns` are the numbers of the vectors in a row. Returns a list of IR vectors, the first
+        row's first.
         """
         code, lanes, real = self._code, self._vector.count, self._vector.element
         zero = filled(self._vector, 0.0)

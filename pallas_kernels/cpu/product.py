@@ -85,7 +85,6 @@ class PanelProduct:
         return f"{NAMES}product_{self.x}_{self.weights}_{self.cpu.vectors}{dots}"
 
     def __post_init__(self) -> None:
-        """Raise ValueError if x is bfloat16 and the host or the weights lack such products."""
         if self.dots and not (self.cpu.dots and self.weights == "bfloat16"):
             raise ValueError(f"no product of {self.x} with {self.weights} on {self.cpu.name}")
 

@@ -148,7 +148,6 @@ class _Tile(PagedCode):
     """Generator of the LLVM function that computes attention of a query tile of one kv head."""
 
     def __init__(self, kernel: PagedTiles) -> None:
-        """Choose the sizes of vectors and tiles for an attention kernel on this host."""
         super().__init__(kernel)
         self.most_vectors = 4 if self.cpu.registers >= 32 else 2
         self.rows = -(-kernel.queries * self.G // ROWS) * ROWS
