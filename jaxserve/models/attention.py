@@ -190,10 +190,11 @@ class Attention(nnx.Module):
         kv: KVPages,
         kernel: str,
     ) -> tuple[Float[Array, "T N H"], KVPages, Int32[Array, " counters"]]:
-        """Compute as `_placed` does, with the QKV projection and one fused kernel, named `kernel`.
+        """Compute the queries, and cache the keys and values, with one fused kernel (`kernel`).
 
-        The fused kernel adds the bias, normalizes and rotates queries and keys, and writes keys and
-        values to the cache. The results are those of `_placed`.
+        The QKV projection precedes the kernel, which adds the bias, normalizes and rotates queries
+        and keys, and writes keys and values to their cache pages. The results are those of
+        `_placed`.
         """
         options: dict[str, Any] = {"interleaved": self.interleaved, **self._scales(kv)}
         weights, bias = self.qkv[...], value_of(self.qkv_bias)
@@ -307,7 +308,7 @@ class Attention(nnx.Module):
 def scales_of(kv: KVPages) -> dict[str, Float[Array, "P K S"]]:
     """Return the per-token scales of an int8 cache as keyword arguments of attention.
 
-    The keys are "k_scale" and "v_scale". The dict is empty for a cache without per-token scales.
+    The result is a dict with "k_scale" and "v_scale", or {} for a cache without per-token scales.
     """
     return {"k_scale": kv[2], "v_scale": kv[3]} if len(kv) == 4 else {}
 

@@ -192,11 +192,11 @@ class Decoder(nnx.Module):
     def counted(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], list[KVPages], UInt32[Array, "*places"] | None]:
-        """Return the hidden states and KV cache as `__call__` does, and row counts of the experts.
+        """Return all tokens' final hidden states, the updated cache, and row counts of the experts.
 
-        The counts say how many rows the experts of this device computed in this step. They are
-        [layers with experts, places of this device] with expert places, else a single sum, and None
-        unless each device has whole experts (see `Split`).
+        The first two are as in `__call__`. The counts say how many rows the experts of this device
+        computed in this step. They are [layers with experts, places of this device] with expert
+        places, else a single sum, and None unless each device has whole experts (see `Split`).
         """
         config = self.config
         places = place_tables(config)

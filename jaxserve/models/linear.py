@@ -99,7 +99,7 @@ def constant(
 
 
 def value_of(parameter: nnx.Param[Array] | None) -> Float[Array, " ..."] | None:
-    """Return the array of a parameter, or None if `parameter` is None."""
+    """Return the array of a parameter, or None for None, a parameter that the model lacks."""
     return None if parameter is None else parameter[...]
 
 

@@ -246,7 +246,7 @@ class SplitWeight:
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
     def __getitem__(self, index: EllipsisType) -> SplitWeight:
-        """Return self, as a PlacedWeight does."""
+        """Return self, so that `parameter[...]` reads this weight as it reads an array."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:

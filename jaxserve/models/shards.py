@@ -51,7 +51,7 @@ class Part:
         return tuple(sum(end - start for start, end in spans) for spans in self.spans)
 
     def cut(self, values: np.ndarray) -> np.ndarray:
-        """Return this shard of the whole array `values`, as a view if possible.
+        """Return this shard of the whole array `values`: a view if possible, else a copy.
 
         Raises:
             ValueError: `values` does not have the shape of the whole array.

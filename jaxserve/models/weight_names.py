@@ -105,7 +105,7 @@ def fused_mlp() -> list[WeightName]:
 
 
 def fused_qkv(config: ModelConfig) -> tuple[Index, Index, Index]:
-    """Return the indices of queries, keys and values within the model's fused QKV parameter."""
+    """Return the indices of queries, of keys and of values within the fused QKV parameter."""
     group = config.num_attention_heads // config.num_key_value_heads
     return np.s_[..., :group, :], np.s_[..., group, :], np.s_[..., group + 1, :]
 

@@ -85,7 +85,7 @@ def copy_checked(
 
 
 def _merged(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return views of both arrays in which axes that are contiguous in both are merged."""
+    """Return views of both arrays, of fewer axes: axes that are contiguous in both are merged."""
     axes: list[tuple[int, int, int]] = []
     for size, to, origin in zip(target.shape, target.strides, source.strides, strict=True):
         if size == 1:

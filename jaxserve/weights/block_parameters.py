@@ -181,7 +181,7 @@ def _ahead(
 
 
 def _form_that_stays(entry: TensorEntry, on_cpu: bool) -> str | None:
-    """Return the block format of a tensor if the tensor can stay in blocks, otherwise None.
+    """Return the block format of a tensor that can stay quantized in blocks, None for others.
 
     On a GPU, MXFP4 tensors of Hugging Face checkpoints are widened instead, because float16 would
     round some of their scales.

@@ -136,9 +136,10 @@ def _bounds(format_: BlockFormat) -> tuple[int, int]:
 
 
 def _with_minimum(runs: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales and minima of runs [..., values] that give small errors, both [...].
+    """Search quantization scales and minima for runs [..., values]. Return both, [...] each.
 
-    A value is minimum + scale * code, with codes from 0 to `most`.
+    A value is about minimum + scale * code, with codes from 0 to `most`. The pair with the smallest
+    squared error among a few candidates is chosen.
     """
     low, high, mean = runs.min(-1), runs.max(-1), runs.mean(-1)
     centered = runs - mean[..., None]
@@ -173,9 +174,10 @@ def _codes(runs: np.ndarray, start: np.ndarray, step: np.ndarray, most: int) -> 
 
 
 def _symmetric(runs: np.ndarray, format_: BlockFormat) -> np.ndarray:
-    """Return the scales [...] of runs [..., values] that give small errors without a minimum.
+    """Search quantization scales for runs [..., values] without a minimum. Return them, [...].
 
-    The value of largest magnitude gets the code furthest from 0.
+    The scale with the smallest squared error among a few candidates is chosen. The value of largest
+    magnitude gets the code furthest from 0.
     """
     least, most = _bounds(format_)
     index = np.abs(runs).argmax(-1)[..., None]

@@ -200,7 +200,7 @@ def _stretches(
 ) -> list[list[list[WeightName]]]:
     """Divide the parameters, in their order, into `count` lists of about equal bytes.
 
-    A parameter is given and returned as the list of its tensors.
+    Each parameter is the list of its tensors, in `groups` and in the result.
     """
     sizes = [sum(entries[part.name].num_bytes for part in parts) for parts in groups]
     total, before = max(1, sum(sizes)), 0
@@ -233,7 +233,7 @@ def _jobs(
     plans: Mapping[str, PanelPlan],
     file: SharedFile,
 ) -> Iterator[_Job]:
-    """Yield the row blocks of a stream in order, and allocate each parameter at its first one.
+    """Yield a job for each row block of a stream, and allocate each parameter at its first one.
 
     `groups` are the tensors of each parameter, and `file` is the reader of the stream.
     """

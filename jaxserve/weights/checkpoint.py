@@ -45,7 +45,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Find a checkpoint's files and read their headers.
+    """Return the tensors of a checkpoint's folder, as the headers of its files describe them.
 
     If there is an index, it determines the file of each tensor. Other tensors and files are
     ignored.

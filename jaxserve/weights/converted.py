@@ -145,7 +145,7 @@ def write_converted(
 
 
 def open_converted(directory: Path) -> ConvertedModel:
-    """Read the card of a converted folder, and check that the folder has exactly the listed files.
+    """Return the contents of a converted folder's card, which must list exactly its files.
 
     Raises:
         CheckpointError: the folder is incomplete or has other files, or the card is malformed.

@@ -172,9 +172,9 @@ def by_path(table: Iterable[WeightName]) -> dict[str, list[WeightName]]:
 
 
 def by_expert(parts: Iterable[WeightName]) -> list[list[WeightName]]:
-    """Return, for each expert in order, the tensors of its matrix.
+    """Return, for each expert in order, the tensors (`WeightName`) of its matrix.
 
-    The result has each tensor's index within the matrix of its expert.
+    The `index` of each returned WeightName is that within the matrix of its expert.
     """
 
     def expert_of(part: WeightName) -> int:

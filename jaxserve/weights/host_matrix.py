@@ -132,7 +132,7 @@ class HostMatrix:
         return replace(self, values=values, scales=scales, zeros=zeros)
 
     def with_zeros(self) -> HostMatrix:
-        """Return the matrix with zero points of 8 in `zeros`, or unchanged if it has `zeros`."""
+        """Return the matrix with zero points of 8 if it has codes and no `zeros`, else itself."""
         if self.zeros is not None or self.scales is None:
             return self
         shape: Any = self.scales.shape

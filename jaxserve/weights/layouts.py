@@ -39,7 +39,7 @@ def is_shape(array: Any) -> bool:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate an array, uninitialized, that JAX can take over without a copy (aligned)."""
+    """Allocate an uninitialized array, aligned so that JAX can take it over without a copy."""
     size = prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

@@ -59,7 +59,7 @@ def block_inputs(parameter: nnx.Param[Any]) -> int | None:
 
 
 def place_on_default(path: str, values: np.ndarray) -> jax.Array:
-    """Place values on JAX's default device. On CPU this makes no copy, unlike `jnp.asarray`."""
+    """Return values as an array on JAX's default device, on CPU without a copy."""
     return jax.device_put(values)
 
 

@@ -27,9 +27,9 @@ ROOM_BYTES = 1 << 20  # size of temporaries, so that they stay in the CPU's cach
 
 
 def quantize(weight: np.ndarray, form: str) -> HostMatrix:
-    """Quantize float32[I, O] to "int8", "fp8" or "int4", rounding to nearest.
+    """Quantize float32[I, O] to codes with scales, in the form "int8", "fp8" or "int4".
 
-    int8 and fp8 have one scale for each output, and int4 a scale and a minimum for 32 inputs.
+    int8 and fp8 have one scale for each output. int4 has a scale and a minimum for 32 inputs.
     """
     inputs, outputs = weight.shape
     if form == "int4":

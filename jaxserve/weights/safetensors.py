@@ -283,7 +283,7 @@ def identity(descriptor: int) -> tuple[int, int, int, int]:
 
 
 def _describe(path: Path, size: int) -> str:
-    """Return the end of an error message for a file that is not a safetensors file."""
+    """Return why a file is not a safetensors file, as the end of an error text."""
     if size == 0:
         return "is empty"
     with os.fdopen(open_regular(path), "rb") as file:

@@ -29,9 +29,9 @@ MXFP4 = "MXFP4"
 
 
 def stacked_form(entry: TensorEntry) -> str | None:
-    """Return the block format of a tensor of all experts' matrices that the kernels read in blocks.
+    """Return the block format of a tensor of all experts' matrices that can stay in blocks.
 
-    The result is None for other tensors and formats.
+    The result is None for other tensors, and for formats that the kernels do not read.
     """
     if isinstance(entry, PackedEntry):
         return MXFP4

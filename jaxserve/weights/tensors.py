@@ -45,7 +45,7 @@ class StoredTensors:
 
 
 def open_tensors(source: str | Path | GgufFile, config: ModelConfig) -> StoredTensors:
-    """Read the headers of a checkpoint, and check its tensors against the model's configuration.
+    """Return the tensors of a checkpoint, checked by their headers against the configuration.
 
     Raises:
         CheckpointError: files are missing, malformed or unsafe, or hold other tensors than `config`

@@ -48,7 +48,7 @@ ReadExperts = Callable[[Fields, int], Experts | None]
 
 
 def no_experts(fields: Fields, layers: int) -> Experts | None:
-    """Return None, the `ConfigRules.experts` of dense models."""
+    """Return None: the reader of a config.json's mixture of experts, for dense models."""
     return None
 
 

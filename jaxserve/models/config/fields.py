@@ -27,7 +27,7 @@ class Fields:
         self._left = set(raw)
 
     def refuse(self, key: str, allowed: str) -> None:
-        """Append to `problems` that the value of `key` is not allowed, with the text `allowed`."""
+        """Append an error text to `problems`: the value of `key`, and the text `allowed`."""
         value = self._raw.get(key, _ABSENT)
         got = "missing" if value is _ABSENT else f"is {shown(value)}"
         self.problems.append(f"{self._prefix}{key} {got}; allowed: {allowed}")
@@ -75,7 +75,10 @@ class Fields:
         return upto
 
     def optional(self, key: str, above: float, upto: float) -> float | None:
-        """Return the value of `key` as `number` does, or None if it is absent or null."""
+        """Return the value of `key` as a float in (above, upto], or None if it is absent or null.
+
+        Any other value is refused and gives `upto`.
+        """
         if self.has(key):
             return self.number(key, above, upto)
         self.take(key)

@@ -43,5 +43,5 @@ ReadLatent = Callable[[Fields], Latent | None]
 
 
 def no_latent(fields: Fields) -> Latent | None:
-    """Return None, the `ConfigRules.latent` of families without latent attention."""
+    """Return None: the reader of a config.json's latent attention, for models without it."""
     return None

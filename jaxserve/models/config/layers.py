@@ -34,14 +34,14 @@ ReadLayers = Callable[[Fields, int], LayerTable]
 
 
 def full_attention(fields: Fields, layers: int) -> LayerTable:
-    """Return a LayerTable without windows. `layer_types`, if present, must agree."""
+    """Return a LayerTable without windows. A `layer_types` with windows is refused."""
     return _table(fields, None, [False] * layers)
 
 
 def one_window(fields: Fields, layers: int) -> LayerTable:
     """Return a LayerTable whose layers all have the window `sliding_window`, or none if it is null.
 
-    `layer_types`, if present, must agree.
+    A `layer_types` that differs from this is refused.
     """
     window = _window(fields)
     sliding = [window is not None] * layers
@@ -109,7 +109,10 @@ def by_switch(fields: Fields, layers: int) -> LayerTable:
 
 
 def one_switched_window(fields: Fields, layers: int) -> LayerTable:
-    """Return a LayerTable as `one_window` does, without windows unless `use_sliding_window`."""
+    """Return a LayerTable whose layers have the window `sliding_window` if it is switched on.
+
+    The switch is `use_sliding_window`, by default false. Without it no layer has a window.
+    """
     if fields.flag("use_sliding_window", default=False):
         return one_window(fields, layers)
     fields.take("sliding_window")  # the size of a window that is switched off

@@ -31,7 +31,7 @@ class LinearScaling:
 class DynamicScaling:
     """Dynamic NTK scaling of the rotary embedding.
 
-    Its base grows with the positions beyond the original context.
+    The base theta grows with the positions beyond the original context.
     """
 
     factor: float
@@ -99,13 +99,14 @@ class Rope:
     partial: float = 1.0
 
     def dimensions(self, head_dim: int) -> int:
-        """Return the number of rotated dimensions of a head; callers round it up to pairs."""
+        """Return the number of rotated dimensions of a head of `head_dim`, not rounded to pairs."""
         return int(head_dim * self.partial)
 
     def reach(self, positions: int) -> int:
-        """Return the context length to serve if a model declares `positions`, as in vLLM.
+        """Return the context length to serve for a model that declares `positions`, as in vLLM.
 
-        Linear and dynamic scaling multiply it. YaRN extends its original context by its factor.
+        Linear and dynamic scaling multiply `positions` by their factor. YaRN gives its original
+        context times its factor, if that is larger. Other scalings give `positions`.
         """
         match self.scaling:
             case LinearScaling(factor) | DynamicScaling(factor):

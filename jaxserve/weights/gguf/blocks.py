@@ -17,7 +17,7 @@ from pallas_kernels.implementation import deferred
 
 
 class _Codes(NamedTuple):
-    """Codes of GGUF blocks in the order of the file; see `block_order.reorder` for the fields."""
+    """Codes of GGUF blocks in the file's order: bytes, bits of a code, and bytes of a group."""
 
     bytes_: np.ndarray
     bits: int
