@@ -111,10 +111,10 @@ class PlacedWeight:
 
     @property
     def granularity(self) -> int:
-        """Number of consecutive inputs of an "input_major" weight that sharding must not divide.
+        """Number of consecutive inputs of the weight that sharding must not divide.
 
         It is the size of a GGUF block or of a group of inputs that share a scale. If all inputs
-        share one scale, it is the number of codes in a byte.
+        share one scale, it is the number of codes in a byte. Codes must be "input_major".
         """
         if self.scales is None:
             return blocks.FORMATS[self.form].size

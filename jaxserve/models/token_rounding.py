@@ -90,9 +90,10 @@ def rounded_rows(
 def multiplies_integers(weight: Any, rows: int, device: DeviceLimits) -> bool:
     """Return whether a GPU multiplies int8 activations by int8 codes, with sums in int32.
 
-    True requires a PlacedWeight of int8 codes with one scale for each output, and compute
-    capability 7.5. If its codes are input-major (from Ampere on), it also requires at least
-    `ROWS_OF_INTEGERS` rows, because widening codes in registers is as fast for few rows.
+    True requires a PlacedWeight of int8 codes, in the order of inputs and with one scale for each
+    output, and compute capability 7.5. If its codes are input-major (from Ampere on), it also
+    requires at least `ROWS_OF_INTEGERS` rows, because widening codes in registers is as fast for
+    few rows.
     """
     if not isinstance(weight, PlacedWeight) or weight.scales is None or weight.in_panels:
         return False

@@ -140,7 +140,7 @@ class ModelConfig:
             prefix: prefix of the names of fields, for errors.
 
         Raises:
-            UnsupportedModel: lists every field that is malformed, out of bounds, or unsupported.
+            UnsupportedModel: lists every malformed, out-of-bounds, unknown or unsupported field.
         """
         fields = _fields(raw, rules, prefix)
         fields.take("architectures")

@@ -205,8 +205,8 @@ def wrapper_of(raw: Raw, architecture: str | None) -> str | None:
 def text_fields(raw: Raw, wrapper: Wrapper) -> tuple[dict[str, Any], str]:
     """Return the fields of a wrapper's text model, in the form of a plain config.json.
 
-    Defaults of Transformers fill in absent fields. The wrapper's own dtype, quantization, token ids
-    and tied embeddings take precedence, and end tokens of both are joined.
+    Defaults of Transformers fill in absent fields. The wrapper's own dtype, quantization, BOS token
+    and `tie_word_embeddings` take precedence. The EOS tokens of both are joined.
 
     Args:
         raw: the wrapper's fields.
