@@ -73,15 +73,18 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, residual: Residual, cos_sin: CosSin | None, step: PagedStep, kv: KVPages
     ) -> tuple[Residual, KVPages]:
-        """Compute attention and MLP.
+        """Apply the layer's attention and MLP to the residual stream.
 
         Args:
             residual: the residual stream. Its update is the result of the previous layer's MLP; the
                 first layer has none.
+            cos_sin: cosines and sines of the rotary embedding, or None for no rotation.
+            step: the ragged batch of this step.
+            kv: the layer's cache pages.
 
         Returns:
-            The residual stream with this layer's update, and the cache pages with the K and V of
-            this step.
+            The residual stream, whose update may be this layer's MLP result, and the cache pages
+            with the K and V of this step.
         """
         kernel = self._kernel(residual.stream, step)
         with jax.named_scope("attention"):
@@ -134,21 +137,22 @@ def run_layer(
     a ninth.
 
     Returns:
-        The results of the layer, and the values that its modules have sown (`CountedRows`).
+        The residual stream and the cache pages that the layer returns, and the row counts that its
+        experts have sown (`CountedRows`).
     """
     layer = nnx.merge(graphdef, parameters)
     return *layer(residual, cos_sin, step, kv), nnx.pop(layer, CountedRows)
 
 
 def scaled(x: Float[Array, "*sizes"], factor: float | Float[Array, ""]) -> Float[Array, "*sizes"]:
-    """Multiply x by a factor in at least float32 and round the product to x's dtype."""
+    """Return x * factor, computed in at least float32 and rounded to x's dtype."""
     if isinstance(factor, float) and factor == 1.0:
         return x
     return (x.astype(accumulator(x.dtype)) * factor).astype(x.dtype)
 
 
 class Decoder(nnx.Module):
-    """A causal language model over a ragged batch of tokens.
+    """A causal language model over a ragged batch of tokens with a paged KV cache.
 
     Parameters: 6 in each layer (1 less with parallel attention and MLP, 2 more with norms before
     and after each of them, 2 more with query and key norms, 1 more with each bias, others with
@@ -174,20 +178,25 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], list[KVPages]]:
-        """Return hidden states after the final norm, and the cache pages with this step's K and V.
+        """Return all tokens' hidden states after the final norm, [T, D], and the updated cache.
 
-        kv: the cache pages of each layer. The layers are unrolled: a scan would copy the whole
-        cache, or every layer's weights, in each step.
+        The layers are unrolled: a scan would copy the whole cache, or every layer's weights, in
+        each step.
+
+        Args:
+            tokens: token ids of the step.
+            kv: the cache pages of each layer. The returned pages include this step's K and V.
         """
         return self.counted(tokens, step, kv)[:2]
 
     def counted(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], list[KVPages], UInt32[Array, "*places"] | None]:
-        """Return the results of `__call__`, and counts of the rows of this device's experts.
+        """Return all tokens' final hidden states, the updated cache, and row counts of the experts.
 
-        The counts are None unless each device has whole experts (see `Split`). With expert places
-        they are [layers with experts, places of this device], else a single number.
+        The first two are as in `__call__`. The counts say how many rows the experts of this device
+        computed in this step. They are [layers with experts, places of this device] with expert
+        places, else a single sum, and None unless each device has whole experts (see `Split`).
         """
         config = self.config
         places = place_tables(config)
@@ -226,10 +235,14 @@ class Decoder(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
     ) -> Float[Array, "R V"]:
-        """Return the logits of the next token for each hidden state, in at least float32.
+        """Return the logits of the next token for each hidden state, [R, V], in at least float32.
 
-        Rows from `num_rows` on are padding and their logits are undefined. If the vocabulary is
-        sharded over devices, this method returns the logits of this device's shard.
+        The model's factors and cap of the logits are applied. If the vocabulary is sharded over
+        devices, V is the size of this device's shard.
+
+        Args:
+            hidden: hidden states after the final norm, [R, D].
+            num_rows: number of real rows, by default all. The logits of later rows are undefined.
         """
         with jax.named_scope("logits"):
             logits, scales = self.embedding.logits(hidden, num_rows), self.config.scales
