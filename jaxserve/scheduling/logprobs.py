@@ -50,7 +50,7 @@ def score_tokens(
     listed: Listing[int] = (),
     as_logits: bool = False,
 ) -> TokenLogprobs:
-    """Compute in NumPy the log-probability and rank of one token per row of logits, and alternatives.
+    """Compute in NumPy the log-probability and rank of one token per row, and alternatives.
 
     The host scores tokens if the device lacks room for the alternatives. The result of a row
     depends on that row only.

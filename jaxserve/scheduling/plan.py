@@ -53,7 +53,7 @@ class LaunchPlan:
 
     @property
     def ends(self) -> np.ndarray:
-        """int32[R]: the computed tokens of each row's sequence after the launch, if it does not end."""
+        """int32[R]: the computed tokens of each row's sequence after the launch, unless it ends."""
         return self.starts + (self.num_tokens if self.row_steps is None else self.row_steps)
 
     def rows(self) -> Iterator[Row]:

@@ -263,7 +263,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def preempt_all(self, precedence: Callable[[Sequence], int]) -> None:
-        """Preempt all running sequences, and set each waiting one's precedence to `precedence(it)`."""
+        """Preempt all running sequences, and set the precedence of each waiting one by function."""
         for slot in self._running[::-1].tolist():
             self._preempt(slot)
         self.waiting.rank_anew(precedence)

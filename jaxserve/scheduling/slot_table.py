@@ -248,7 +248,7 @@ class SlotTable:
         return np.maximum(computed - self.window + 1, 0) // self.page_size
 
     def drop_pages(self, slot: int, last: int) -> np.ndarray:
-        """Remove the pages before index `last` from a slot. Return them, to be released to the pool."""
+        """Remove the pages before index `last` from a slot, and return them for release."""
         first = int(self.first_page[slot])
         pages = self.page_table[slot, first:last].copy()
         self.page_table[slot, first:last] = NULL_PAGE

@@ -17,7 +17,7 @@ from jaxserve.start.programs.store import ProgramStore
 
 
 class ProgramSupplier(Protocol):
-    """Source of the compiled programs of a plan.
+    """Type of the suppliers of a plan's compiled programs.
 
     A supplier is made from a plan and a store only, so that it may work in another process or
     without the device. `Compiling` compiles in this process, `Stored` reads files, and
@@ -25,7 +25,7 @@ class ProgramSupplier(Protocol):
     """
 
     def supply(self, key: Key) -> Compiled | None:
-        """Return the program of a key, or None if this supplier does not have it. Thread-safe."""
+        """Return the compiled program of a key, or None if the supplier lacks it. Thread-safe."""
         ...
 
     def close(self) -> None:
@@ -34,38 +34,38 @@ class ProgramSupplier(Protocol):
 
 
 class Stored:
-    """Supplier of the programs in the store's files, which traces and compiles no program.
+    """Supplier of the programs that have a file in the store. It compiles no program.
 
     Args:
-        plan: of the start.
-        store: of the programs.
+        plan: plan of the start.
+        store: store of its programs.
     """
 
     def __init__(self, plan: StartPlan, store: ProgramStore) -> None:
         self.plan, self.store = plan, store
 
     def supply(self, key: Key) -> Compiled | None:
-        """Load a program from its file, or return None. Thread-safe."""
+        """Load the program of a key from its file, or return None without a file. Thread-safe."""
         return self.store.find(self.plan.program_name(key))
 
     def has(self, key: Key) -> bool:
-        """Return whether a program has a file."""
+        """Return whether the program of a key has a file in the store."""
         return self.store.has(self.plan.program_name(key))
 
     def close(self) -> None:
-        """Return at once, because files are closed after each read."""
+        """Do nothing: files are closed after each read."""
 
 
 class Compiling:
-    """Supplier that loads or compiles programs in this process.
+    """Supplier that loads programs from the store's files, or compiles them in this process.
 
     Args:
-        plan: of the start.
-        store: of the programs.
+        plan: plan of the start.
+        store: store of its programs.
         card: absent card to compile for, or None for JAX's device.
 
     Attributes:
-        compiler: of the plan.
+        compiler: compiler of the plan's programs.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Compiling:
 
 
 class CompilingThreads:
-    """Supplier that has another one supply programs in threads, before they are needed.
+    """Supplier that runs another supplier in threads, before its programs are needed.
 
     Args:
-        supplier: of the programs.
+        supplier: supplier of the programs.
         count: number of threads.
     """
 
@@ -97,18 +97,18 @@ class CompilingThreads:
         self._pool = ThreadPoolExecutor(count, "jaxserve-compile")
 
     def put(self, key: Key, program: Compiled) -> None:
-        """Add a program that is compiled already."""
+        """Add a program that is compiled already, which `supply` then returns."""
         self._futures[key] = future = Future[Compiled | None]()
         future.set_result(program)
 
     def submit(self, keys: Iterable[Key]) -> None:
-        """Let the threads supply programs, after the ones that were submitted earlier."""
+        """Queue the programs of keys for the threads, without keys that were submitted before."""
         for key in keys:
             if key not in self._futures:
                 self._futures[key] = self._pool.submit(self._supplier.supply, key)
 
     def supply(self, key: Key) -> Compiled:
-        """Wait for a program, which is submitted first if necessary."""
+        """Submit a program if it has not been submitted, wait for it, and return it."""
         self.submit([key])
         program = self._futures[key].result()
         assert program is not None
@@ -118,6 +118,6 @@ class CompilingThreads:
         """Drop the programs that wait for a thread. Idempotent.
 
         Args:
-            wait: for the programs that threads compile now.
+            wait: whether to wait for the programs that threads compile now.
         """
         self._pool.shutdown(wait, cancel_futures=True)
