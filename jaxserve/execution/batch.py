@@ -80,7 +80,7 @@ def row_fields(batch: StepBatch[AnyArray]) -> dict[str, AnyArray]:
 
 @dataclass(slots=True)
 class _Parts(Generic[AnyArray]):
-    """Views of the parts of a packed batch (see `pack`), in the order of the packed array."""
+    """Views of the sections of a packed batch, int32[N] (see `pack`), in the order of the array."""
 
     tokens: Int32[AnyArray, "4 T"]  # the first four arrays of `StepBatch`
     rows: Int32[AnyArray, "4 R"]  # the next four
@@ -161,7 +161,7 @@ def rows_of(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Int
 
 
 def rows_size(num_rows: int) -> int:
-    """Return the number of 32-bit words that `rows_of` returns for `num_rows` rows."""
+    """Return the length, in 32-bit words, of the result of `rows_of` for `num_rows` rows."""
     return num_rows * (5 + WIDTH) + 2
 
 

@@ -241,7 +241,7 @@ class BucketSet:
         self.num_steps = self._most_steps if has_decode else 1
 
     def present(self, buckets: Container[Bucket]) -> BucketSet:
-        """Return the BucketSet without the buckets that are not in `buckets`."""
+        """Return a new BucketSet of the buckets that are also in `buckets`."""
         part = copy(self)
         part._has_early = self.early is not None and self.early in buckets
         part._set(

@@ -77,7 +77,7 @@ class Columns:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Columns:
-        """Return the division of the logits of a model with this configuration."""
+        """Return how a model's logits are divided over devices, by the model's configuration."""
         return cls(config.vocab_size, config.split.axis)
 
     def greatest(

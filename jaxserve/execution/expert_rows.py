@@ -65,6 +65,6 @@ class ExpertRows:
         self._seen = counts
 
     def start_anew(self) -> None:
-        """Expect the devices' counters to start from zero in the next launch. Totals stay."""
+        """Expect the devices' row counters to start from zero in the next launch. Totals stay."""
 
         self._seen = np.zeros(0, np.uint32)

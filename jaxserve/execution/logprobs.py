@@ -26,7 +26,7 @@ _VECTOR = 16
 
 
 class DeviceLogprobs(NamedTuple):
-    """Log-probabilities of N tokens, with K alternatives each (see `TokenLogprobs`)."""
+    """Log-probabilities and ranks of N tokens and of K alternatives each, as JAX arrays."""
 
     logprob: Float[Array, " N"]
     rank: Int32[Array, " N"]
@@ -81,7 +81,7 @@ def _log(x: Float[Array, " R"]) -> Float[Array, " R"]:
 
 
 def no_logprobs(count: int, vocab_size: int, dtype: DTypeLike) -> DeviceLogprobs:
-    """Return log-probabilities of zeros for `count` tokens, the result if no request needs them."""
+    """Return a DeviceLogprobs of zeros for `count` tokens, for launches without requests."""
     width = min(MAX_LOGPROBS, vocab_size)
     return DeviceLogprobs(
         jnp.zeros(count, dtype),

@@ -36,7 +36,7 @@ def make_mesh(devices: int) -> Mesh | None:
 
 
 def mesh_of(devices: Sequence[Any]) -> Mesh:
-    """Return a mesh with one axis, `AXIS`, over the given devices in their order."""
+    """Return a one-dimensional JAX mesh, with axis `AXIS`, of the given devices in their order."""
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
@@ -57,13 +57,19 @@ def mesh_devices(count: int) -> list[HostDevice]:
 
 
 def spec_of(array: Any) -> PartitionSpec:
-    """Return the partition spec of an array or shape, replicated if it has no NamedSharding."""
+    """Return the partition spec of an array or ShapeDtypeStruct.
+
+    It is the spec of a replicated array (`WHOLE`) if the sharding is not a NamedSharding.
+    """
     sharding = getattr(array, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else WHOLE
 
 
 def local_bytes(array: Any) -> int:
-    """Return the bytes of an array or shape on one device: of its shard if it is sharded."""
+    """Return the bytes that an array or ShapeDtypeStruct takes on one device.
+
+    If it is sharded, they are the bytes of one shard.
+    """
     shape, sharding = array.shape, getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding):
         shape = sharding.shard_shape(shape)

@@ -73,7 +73,10 @@ def _whole_rows(whole: Int[np.ndarray, " n"], slots: SlotTable) -> Iterator[Whol
 
 
 def null_rows(slots: SlotTable) -> WholeRows:
-    """Return arguments for `set_rows` that do not change the page table."""
+    """Return slots and rows of the page table that `set_rows` ignores, for padding.
+
+    The slots are int32[8], all beyond the table. The rows are int32[8, M], all zeros.
+    """
     owners = np.full(ROWS, slots.num_slots + 1, np.int32)
     return owners, np.zeros((ROWS, slots.max_pages), np.int32)
 

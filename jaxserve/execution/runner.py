@@ -149,7 +149,7 @@ class Runner:
 
     @property
     def num_compiles(self) -> int:
-        """Number of programs that JAX has compiled since this runner's start began."""
+        """Number of programs that JAX has compiled since the start of this engine began."""
         return self._counter.num_compiles
 
     @property
@@ -318,9 +318,10 @@ class Runner:
             self.has_demand.set()
 
     def take_demand(self) -> Demand:
-        """Return the number of launches by program and needed size since the previous call.
+        """Return the launches since the previous call, and reset their count.
 
-        The start chooses from them the next program to compile.
+        The result has the number of launches by program and by rows or tokens before padding. The
+        background compiler chooses its next program by it.
         """
         self.has_demand.clear()
         taken, self._demand = self._demand, {}

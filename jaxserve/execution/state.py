@@ -72,7 +72,7 @@ class MemoryKind:
         window: int | None = None,
         devices: int = 1,
     ) -> MemoryKind:
-        """Return a MemoryKind whose `bytes_per_unit` is computed from the shapes of its arrays."""
+        """Return a MemoryKind, with its bytes per unit computed from the shapes of its arrays."""
         leaves = jax.tree.leaves(arrays)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) * max(1, layers) // devices
         return cls(name, layers, unit, size, count, window, arrays, devices)
@@ -96,7 +96,11 @@ class MemoryKind:
         return layers if self.layers else layers[0]
 
     def specs(self) -> Any:
-        """Return the partition specs of the arrays of `zeros`, as a prefix of their tree."""
+        """Return the JAX partition specs of the arrays of `zeros`, as a prefix of their tree.
+
+        Arrays that belong to several devices are sharded along their second axis, others
+        replicated.
+        """
         spec = PartitionSpec(None, AXIS) if self.devices > 1 else PartitionSpec()
         return [spec] * self.layers if self.layers else spec
 
@@ -122,7 +126,10 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Results of a launch as device arrays, which the host reads while the next launch runs."""
+    """Results of a launch, as device arrays: sampled tokens, log-probabilities and logits.
+
+    The host reads them while the next launch runs.
+    """
 
     # [R], or [most steps, R] for a launch of several steps. NO_TOKEN if logits were not finite or
     # excluded all tokens.

@@ -71,7 +71,7 @@ def all_devices() -> list[HostDevice]:
 
 
 def devices() -> list[Device]:
-    """Return the devices of JAX's default backend in this process."""
+    """Return the devices of JAX's default backend that belong to this process."""
 
     return jax.local_devices()
 

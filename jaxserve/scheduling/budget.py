@@ -73,7 +73,7 @@ def fitted(take: np.ndarray, total: int, sizes: np.ndarray) -> TokenShares:
 
 
 def awaits_token(table: SlotTable, slots: np.ndarray) -> np.ndarray:
-    """Return bool[n]: whether a grammar guides the slot and the host lacks its newest token."""
+    """Return bool[n]: whether a slot is guided by a grammar and its newest token is not read."""
     return table.is_guided[slots] & (table.length[slots] > table.num_known[slots])
 
 

@@ -25,7 +25,10 @@ class StepResult:
 
 
 class DrawnTokens(NamedTuple):
-    """The sampled tokens of a launch that its sequences keep, in arrays over the rows with any."""
+    """The sampled tokens of a launch that its sequences keep, and whether they end the sequences.
+
+    All arrays are over the N rows that keep at least one token, or over the R rows of the plan.
+    """
 
     # bool[R], the rows of the plan that keep at least one token. Their number is N.
     drawn: np.ndarray

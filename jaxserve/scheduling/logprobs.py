@@ -33,7 +33,12 @@ class TokenLogprobs(NamedTuple):
         return np.tile(places, (len(self.top_ids), 1))
 
     def part(self, rows: slice, width: int) -> TokenLogprobs:
-        """Return a copy of a slice of the N tokens, with at most `width` alternatives per token."""
+        """Return a copy of some of the N tokens, with at most `width` alternatives each.
+
+        Args:
+            rows: slice of the tokens.
+            width: most alternatives of a token.
+        """
         return TokenLogprobs(
             self.logprob[rows].copy(),
             self.rank[rows].copy(),
@@ -88,7 +93,10 @@ def score_tokens(
 
 
 def _ranks(row: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return int[K]: one plus the number of elements of `row`, float[V], above each of K values."""
+    """Return int[K]: the rank of each of `values` in one row of logits, `row` float[V].
+
+    The rank is one plus the number of greater logits.
+    """
     return 1 + len(row) - np.searchsorted(np.sort(row), values, side="right")
 
 
@@ -102,7 +110,10 @@ def _most_likely(row: np.ndarray, width: int) -> np.ndarray:
 
 
 class StepLogprobs(NamedTuple):
-    """The log-probabilities that a launch computed, for the R rows of its plan."""
+    """The log-probabilities that a launch computed for sampled tokens and prompts, by row.
+
+    R is the number of rows of the launch, and T its number of tokens.
+    """
 
     # int32[R], the number of alternatives that each row requests. -1 if a row requests no log-
     # probabilities.
@@ -177,7 +188,7 @@ class PromptLogprobs:
         self._filled = max(self._filled, end)
 
     def take(self) -> TokenLogprobs:
-        """Return the log-probabilities of the whole prompt, and release the memory.
+        """Return the log-probabilities of all tokens of the prompt but the first, and release them.
 
         The method can be called once, when all chunks have been stored.
         """

@@ -98,7 +98,10 @@ class PageIndex:
         return np.concatenate([stored, self.add(pages[~is_kept], keys[~is_kept])])
 
     def _add_few(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Store pages one by one, and return the stored ones (see `add`)."""
+        """Store a few pages one by one, with the arguments and the result of `add`.
+
+        This is faster than array operations for one or two pages.
+        """
         positions: list[int] = []
         for position, (page, (first, second)) in enumerate(
             zip(pages.tolist(), keys.tolist(), strict=True)
@@ -118,15 +121,15 @@ class PageIndex:
         return np.stack([self._first_of[pages], self._second_of[pages]], axis=1)
 
     def remove(self, pages: np.ndarray) -> None:
-        """Remove pages, intp[n], from the table. All of them must be stored."""
+        """Remove pages, intp[n], from the hash table. All of them must be stored."""
         self._tags[self._cell_of.take(pages)] = 0
 
     def clear(self) -> None:
-        """Remove all pages from the table."""
+        """Remove all pages from the hash table."""
         self._tags[:] = 0
 
     def pages(self) -> np.ndarray:
-        """Return all pages that `find` returns for their own keys, in ascending order."""
+        """Return all pages in the hash table that a lookup of their own key finds, ascending."""
         pages = np.sort(self._page_of[self._tags > 0])
         return pages[self.find(self.keys(pages)) == pages]
 

@@ -148,7 +148,11 @@ class PagePool:
         return int(np.count_nonzero(self.ref_count[pages] == 0)) if len(pages) else 0
 
     def share(self, pages: np.ndarray) -> None:
-        """Increment the reference counts of cached pages, so that they are not evicted."""
+        """Increment the reference counts of cached pages, so that they are not evicted.
+
+        Args:
+            pages: the pages that `match` returned for a sequence.
+        """
         if not len(pages):
             return
         self._num_evictable -= self.num_evictable(pages)
@@ -263,9 +267,9 @@ def most_pages(length: int, page_size: int, window: int | None, chunk: int) -> i
 def longest_held(
     num_pages: int, page_size: int, window: int | None, chunk: int, length: int
 ) -> int:
-    """Return the length of the longest sequence, at most `length`, that fits into `num_pages`.
+    """Return the length of the longest sequence that fits into `num_pages` pages of KV cache.
 
-    The other arguments are those of `most_pages`.
+    It is at most `length`. The other arguments are those of `most_pages`.
     """
     if most_pages(length, page_size, window, chunk) <= num_pages:
         return length

@@ -53,10 +53,13 @@ class LaunchPlan:
 
     @property
     def ends(self) -> np.ndarray:
-        """int32[R]: the computed tokens of each row's sequence after the launch, unless it ends."""
+        """int32[R]: the computed tokens of each row's sequence after all steps of the launch.
+
+        The true number is lower for a sequence that ends within the launch.
+        """
         return self.starts + (self.num_tokens if self.row_steps is None else self.row_steps)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of the plan one by one, as Row tuples."""
+        """Yield the rows of the plan one by one, as Row tuples of Python numbers."""
         for row in zip(self.slots, self.starts, self.num_tokens, self.samples, strict=True):
             yield Row(int(row[0]), int(row[1]), int(row[2]), bool(row[3]))

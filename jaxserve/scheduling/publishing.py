@@ -84,7 +84,11 @@ class Publisher:
             self.publish(ending)
 
     def publish(self, slots: np.ndarray) -> None:
-        """Add all full, computed pages of the given slots to the prefix cache, if it is enabled."""
+        """Add the pages of slots that are full of computed tokens to the prefix cache.
+
+        Pages that were published before are skipped. If publishing is disabled, the call has no
+        effect.
+        """
         if not self.enabled:
             return
         table = self.slots

@@ -212,9 +212,13 @@ class Scheduler:
         return (slots, draws) if self._grow(slots, table.num_computed[slots] + draws) else None
 
     def _grow(self, slots: np.ndarray, ends: np.ndarray) -> bool:
-        """Allocate the pages that slots need for their tokens before `ends`, and return True.
+        """Allocate the pages that slots need, and return whether enough pages are free.
 
-        Return False, without any allocation, if too few pages are free for all slots.
+        If too few pages are free for all slots, no page is allocated.
+
+        Args:
+            slots: the slots.
+            ends: the number of tokens of each slot that need pages.
         """
         table, size = self.slots, self.pool.page_size
         counts = table.num_pages[slots]
@@ -263,7 +267,11 @@ class Scheduler:
         self.num_preemptions += 1
 
     def preempt_all(self, precedence: Callable[[Sequence], int]) -> None:
-        """Preempt all running sequences, and set the precedence of each waiting one by function."""
+        """Preempt all running sequences, and give each waiting sequence a new precedence.
+
+        Args:
+            precedence: function from a sequence to its precedence.
+        """
         for slot in self._running[::-1].tolist():
             self._preempt(slot)
         self.waiting.rank_anew(precedence)

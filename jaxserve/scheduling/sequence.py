@@ -54,7 +54,7 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are requested and incomplete."""
+        """Whether log-probabilities of the prompt are requested and not complete yet."""
         return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
 
     def output_token_ids(self) -> list[int]:

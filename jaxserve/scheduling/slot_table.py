@@ -185,11 +185,11 @@ class SlotTable:
         return features
 
     def put_tokens(self, slots: np.ndarray, where: np.ndarray, tokens: np.ndarray) -> None:
-        """Write token ids: tokens[i] to position where[i] of slots[i]."""
+        """Write tokens[i] to position where[i] of the known token ids of slots[i]."""
         self._flat_tokens[slots * self.max_model_len + where] = tokens
 
     def guide(self, slot: int) -> None:
-        """Update `is_guided` of a slot, and `num_guided`, from the constraint of its sequence."""
+        """Update `is_guided` of a slot, and the count `num_guided`, from its grammar constraint."""
         constraint = self.sequences[slot].constraint
         is_guided = constraint is not None and constraint.is_guided
         self.num_guided += int(is_guided) - int(self.is_guided[slot])
@@ -222,7 +222,7 @@ class SlotTable:
         return is_requested & (where + 1 < self.num_prompt[slots])
 
     def pages(self, slot: int) -> np.ndarray:
-        """Return a view of the pages that a slot holds, in the order of its tokens."""
+        """Return a view of the pages of KV cache that a slot holds, in the order of its tokens."""
         return self.page_table[slot, self.first_page[slot] : self.num_pages[slot]]
 
     def take_unsent(self, slots: np.ndarray) -> np.ndarray:
@@ -248,7 +248,7 @@ class SlotTable:
         return np.maximum(computed - self.window + 1, 0) // self.page_size
 
     def drop_pages(self, slot: int, last: int) -> np.ndarray:
-        """Remove the pages before index `last` from a slot, and return them for release."""
+        """Remove the pages before index `last` from a slot, and return them (to free them)."""
         first = int(self.first_page[slot])
         pages = self.page_table[slot, first:last].copy()
         self.page_table[slot, first:last] = NULL_PAGE
@@ -256,7 +256,7 @@ class SlotTable:
         return pages
 
     def append_pages(self, slot: int, pages: np.ndarray) -> None:
-        """Add pages at the end of a slot's pages in the page table."""
+        """Add pages of KV cache at the end of a slot's row of the page table."""
         first = int(self.num_pages[slot])
         self.page_table[slot, first : first + len(pages)] = pages
         self.num_pages[slot] = first + len(pages)

@@ -79,7 +79,11 @@ class WaitingQueue:
             self._num_dead = 0
 
     def rank_anew(self, precedence: Callable[[Sequence], int]) -> None:
-        """Set the precedence of each waiting sequence by a function, and sort the queue by rank."""
+        """Give each waiting sequence a new precedence, and sort the queue by it.
+
+        Args:
+            precedence: function from a sequence to its precedence.
+        """
         waiting = list(self)
         for sequence in waiting:
             sequence.precedence = precedence(sequence)

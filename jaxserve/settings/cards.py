@@ -36,7 +36,7 @@ class DriverCard:
 
 
 class _Memory(ctypes.Structure):
-    """NVML's structure nvmlMemory_v2_t, which counts memory that the driver reserves separately."""
+    """C structure of NVML for a card's bytes of memory: total, reserved by the driver, free."""
 
     _fields_ = [("version", ctypes.c_uint)] + [
         (name, ctypes.c_ulonglong) for name in ("total", "reserved", "free", "used")
@@ -180,7 +180,7 @@ class VisibleCard:
 
     @property
     def card(self) -> DriverCard:
-        """The card in `cards` with the smallest free share of its memory."""
+        """The card with the smallest free share of its memory among the visible cards."""
         return min(self.cards, key=lambda card: card.free / max(card.total, 1))
 
 

@@ -162,7 +162,7 @@ class UnservedRoute(NamedTuple):
     instead: str
 
     def matches(self, path: str) -> bool:
-        """Return whether the path of a request belongs to this route."""
+        """Return whether the path of an HTTP request belongs to this route."""
         start, _, parameter = self.path.partition("{")
         if not parameter or not path.startswith(start):
             return path == self.path
@@ -171,7 +171,7 @@ class UnservedRoute(NamedTuple):
 
 @cache
 def unserved_routes() -> tuple[UnservedRoute, ...]:
-    """Return all routes in `compat.toml`, in the order of the file."""
+    """Return all HTTP routes in `compat.toml` that are not served, in the order of the file."""
     return tuple(
         UnservedRoute(path, row["methods"], row["api"], row["instead"])
         for row in table()["routes"]

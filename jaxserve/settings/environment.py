@@ -150,7 +150,8 @@ def card_to_open(count: int = 1) -> VisibleCard | None:
 def memory_fraction() -> float | None:
     """Return the share of a card's memory for JAX in XLA_CLIENT_MEM_FRACTION, or None.
 
-    None means that the variable, under its new and old name, is not set or malformed.
+    The variable's older name, XLA_PYTHON_CLIENT_MEM_FRACTION, is read too. None means that neither
+    is set, or that the number is malformed.
     """
     text = next((os.environ[name] for name in _FRACTIONS if os.environ.get(name)), None)
     with suppress(ValueError):  # JAX itself reports a malformed number

@@ -93,9 +93,9 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any] | str | None
 
 
 def is_nested(name: str) -> bool:
-    """Return whether a field of config.json has the name of a nested model's configuration.
+    """Return whether a field name of config.json is that of a nested model's configuration.
 
-    The name ends in _config and is not quantization_config.
+    Such a name ends in _config and is not quantization_config.
     """
     return name.endswith("_config") and name != _NO_MODEL
 

@@ -15,7 +15,10 @@ _IMPORT_FILES = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_
 
 
 def importing_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the outermost of `frame` and its callers that executes an import, or None."""
+    """Return the outermost caller of `frame` whose import statement is running.
+
+    The result is None if no import is running.
+    """
     outermost = None
     while frame is not None:
         if frame.f_code.co_filename in _IMPORT_FILES:

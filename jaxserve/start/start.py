@@ -67,7 +67,10 @@ def load(
 def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> Begun:
     """Plan a start and place the weights, after all hosts of the engine have connected.
 
-    Arguments and errors are those of `load`. The programs are still to be compiled.
+    The programs are not all compiled yet. Arguments and errors are those of `load`.
+
+    Returns:
+        The parts of the engine so far.
     """
     check_secret(config)
     profile = config.profile_start

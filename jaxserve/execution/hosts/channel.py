@@ -154,7 +154,7 @@ class Channel:
         return frame
 
     def leave(self) -> None:
-        """Send the CLOSE frame, after which the other side closes the connection. Idempotent."""
+        """Send a CLOSE frame, after which the other host closes the connection. Idempotent."""
         was_closed, self._is_closed = self._is_closed, True
         if not was_closed:
             with suppress(ChannelError):
@@ -172,7 +172,7 @@ class Channel:
         self.close()
 
     def close(self) -> None:
-        """Close the connection at once, without a call of `on_loss`. Idempotent."""
+        """Close the connection to the other host at once, without calling `on_loss`. Idempotent."""
         self._is_closed = True
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)

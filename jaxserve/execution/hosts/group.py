@@ -130,7 +130,7 @@ class Group(ABC):
         """
 
     def close(self) -> None:
-        """Close JAX's connections and the channels, together with all other hosts. Idempotent."""
+        """End the connections between hosts, JAX's first, when all hosts call this. Idempotent."""
         channels, self._channels = self._channels, {}
         if not channels:
             return
@@ -170,7 +170,7 @@ class Leader(Group):
             channel.send(HELLO)
 
     def send(self, kind: int, number: int, *parts: bytes) -> None:
-        """Send a frame to all followers.
+        """Send a frame to all followers: its kind, a number, and the parts of its payload.
 
         Raises:
             ChannelError: a follower is lost.
@@ -234,7 +234,10 @@ class Leader(Group):
             threading.Thread(target=self._greet, args=(connection, host), daemon=True).start()
 
     def _greet(self, connection: socket.socket, host: str) -> None:
-        """Accept a connection if it has the secret and a free rank, else close it."""
+        """Accept a follower's connection if it has the secret and a free rank, else close it.
+
+        The follower's channel is stored and starts to send heartbeats. A refusal is logged.
+        """
         try:
             channel = Channel(connection, self._secret, leads=True)
             frame = channel.receive_first()

@@ -52,7 +52,7 @@ class Relay:
             _end(end)
 
     def close(self) -> None:
-        """Close all connections and the listening port."""
+        """Close all forwarded connections and the listening loopback port."""
         for end in list(self._open):
             _end(end)
 

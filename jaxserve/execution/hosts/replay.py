@@ -157,7 +157,7 @@ class Replay:
         self.num_calls += 1
 
     def wait(self) -> None:
-        """Wait until the device has finished all calls of `run`."""
+        """Wait until the device has finished the program calls that `run` started."""
         jax.block_until_ready(self._state)
 
     def _step(self, number: int, payload: memoryview) -> None:

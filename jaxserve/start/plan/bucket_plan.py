@@ -157,7 +157,7 @@ def _ladders(buckets: BucketSet) -> tuple[dict[int, Bucket], dict[int, Bucket]]:
 
 
 def anchors(buckets: BucketSet) -> list[Bucket]:
-    """Return the buckets to measure, largest first: three decode and three mixed buckets.
+    """Return the buckets to measure, largest first: at most three decode and three mixed ones.
 
     They are the smallest, middle and largest size of each kind.
     """

@@ -87,7 +87,9 @@ def choose_quantization(asked: str | None, model_config: ModelConfig) -> str | N
 
 
 def placed_dtype(config: EngineConfig, source: Source, device: DeviceLimits) -> Any:
-    """Return the dtype of activations and unquantized weights on a device.
+    """Return the dtype of activations and unquantized weights on a device (see `choose_dtype`).
+
+    A folder from `jaxserve convert` has a fixed dtype.
 
     Raises:
         UnsupportedModel: the setting `dtype` differs from the dtype of a converted folder, or

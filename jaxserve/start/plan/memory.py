@@ -69,7 +69,10 @@ _CPU = Sizes(1.0, 32, 512)
 
 
 def size_candidates(config: EngineConfig, device: DeviceMemory) -> Iterator[Sizes]:
-    """Yield the default step sizes and memory shares that a start on a device tries, best first."""
+    """Yield the default Sizes (share of memory, sequences, tokens of a step), the best first.
+
+    A start takes the first Sizes that leave enough memory for the KV cache.
+    """
     if not device.limits.is_gpu:
         yield _CPU
         return

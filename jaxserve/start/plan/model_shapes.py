@@ -78,7 +78,7 @@ class ModelShapes:
         )
 
     def for_config(self, config: ModelConfig) -> ModelShapes:
-        """Return the same shapes with another model configuration, which must not change them."""
+        """Return the same shapes with another model configuration of the same weights."""
         model: Decoder = nnx.merge(self.graphdef, self.state)
         model.config = config
         return ModelShapes.of(model)

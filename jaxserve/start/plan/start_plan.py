@@ -84,13 +84,13 @@ class StartPlan:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Most tokens of a step."""
+        """Most tokens of a step (max_num_batched_tokens)."""
         assert self.config.max_num_batched_tokens is not None
         return self.config.max_num_batched_tokens
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a sequence."""
+        """Most tokens of a sequence (max_model_len)."""
         assert self.config.max_model_len is not None
         return self.config.max_model_len
 
@@ -169,7 +169,7 @@ class StartPlan:
         return replace(self, memory=memory)
 
     def with_length(self, length: int) -> StartPlan:
-        """Return a copy of the plan with max_model_len `length`."""
+        """Return a copy of the plan for sequences of at most `length` tokens (max_model_len)."""
         model_config = self.model_config.for_length(length)
         model = self.model
         if model_config != self.model_config:  # which is part of the model's structure
@@ -184,9 +184,10 @@ class StartPlan:
 
     @property
     def estimate(self) -> int:
-        """Upper estimate of the bytes of the largest launch beside weights and cache.
+        """Bytes that the largest launch is expected to need at most, beside weights and cache.
 
-        `temporary_bytes` of a plan whose programs are not compiled is right within a tenth.
+        It is an eighth more than `temporary_bytes`, which is right within a tenth before
+        compilation.
         """
         return self.temporary_bytes + self.temporary_bytes // 8
 
@@ -202,7 +203,7 @@ class StartPlan:
         return plan if self.platform == "cpu" else plan.sized()
 
     def sized(self) -> StartPlan:
-        """Return a copy of the plan with the KV cache that fits, or that the settings name."""
+        """Return a copy of the plan with the pages of KV cache that fit or that settings name."""
         pages, full, least = count_pages(
             self.config,
             self.model_config,
@@ -232,7 +233,7 @@ class StartPlan:
 
     @property
     def room(self) -> int:
-        """Bytes that remain for the KV cache."""
+        """Bytes of the memory budget that remain for the KV cache."""
         return int(self.budget * (1 - SLACK)) - self._taken
 
     @property

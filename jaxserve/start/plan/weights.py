@@ -57,7 +57,7 @@ class Weights:
         return Weights(self.config, dtype, layout, self.stored)
 
     def divided(self, split: Split) -> Weights:
-        """Return a Weights that is divided over devices by another `split`."""
+        """Return the same Weights for another division over devices, `split`."""
         part = copy(self)
         part.config, part._shapes = replace(self.config, split=split), {}
         return part
@@ -85,9 +85,10 @@ class Weights:
 
     @property
     def multiplied(self) -> tuple[int, int]:
-        """Number of weights that multiply each token, and number that multiply each sampled row.
+        """Two numbers of weights on one device: for each token, and for each sampled row.
 
-        The second is the size of the output projection. Sizes are those of one device.
+        Each token is multiplied by the weights of all layers, with the experts that it chooses.
+        Each sampled row is multiplied by the output projection.
         """
         config, each = self.config, 0
         experts, parameters = config.experts, parameters_of(abstract_model(config, self.dtype))

@@ -100,7 +100,10 @@ def keep_choices(kind: str, autotuning: Path) -> None:
 
 
 def is_choice(name: str) -> bool:
-    """Return whether a path below `TUNED` has the form of a file of XLA's kernel choices."""
+    """Return whether a relative path has the form of XLA's files of kernel choices.
+
+    The form is DEVICE/INSTRUCTION.pb, both hexadecimal hashes.
+    """
     return _NAME.fullmatch(name) is not None
 
 
@@ -110,7 +113,10 @@ def table_path(kind: str) -> Path:
 
 
 def read_choices(kind: str) -> Choices:
-    """Return XLA's kernel choices that were measured on a kind of card, or {} without a table."""
+    """Return XLA's shipped kernel choices for a kind of card, as contents of files by path.
+
+    The result is {} if no choices were measured on this kind of card.
+    """
     path = table_path(kind)
     if not path.is_file():
         return {}

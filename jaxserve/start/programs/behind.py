@@ -98,7 +98,7 @@ class ProgramsBehind:
         return 0 if self.error is not None else len(self._missing)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Return True when all programs are compiled, or False after `timeout` seconds."""
+        """Wait until all programs are compiled. Return False if `timeout` seconds pass before."""
         return self._is_complete.wait(timeout)
 
     def close(self) -> None:

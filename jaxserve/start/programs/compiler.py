@@ -101,7 +101,7 @@ class Compiler:
         self._null_slots = SlotTable(plan.max_num_seqs, plan.max_model_len, plan.block_size)
 
     def null_batch(self, bucket: Bucket) -> Int32[np.ndarray, " N"]:
-        """Return a packed batch of padding for a bucket, which changes only null page and slot."""
+        """Return a packed batch (see `pack`) without rows. It changes no page and slot in use."""
         none = np.zeros(0, np.int32)
         plan = LaunchPlan(none, none, none, none.astype(bool), none.astype(np.int64))
         return pack(plan, self._null_slots, bucket)
@@ -115,19 +115,19 @@ class Compiler:
         return null_rows(self._null_slots)
 
     def make_state(self) -> DeviceState:
-        """Return an empty device state of the plan. The method can be traced."""
+        """Create the device state of the plan: zeros in KV cache, tables and sampler state."""
         plan = self.plan
         return make_state(plan.model_config, plan.memory, self._null_slots.max_pages)
 
     def state_shapes(self) -> DeviceState:
-        """Return the shapes of the device state, with shardings if there are several devices."""
+        """Return the device state as ShapeDtypeStructs, sharded if there are several devices."""
         shapes = jax.eval_shape(self.make_state)
         if self._mesh is None:
             return shapes
         return placed_shapes(self._mesh, shapes, state_specs(self.plan.memory))
 
     def lower(self, key: Key) -> Lowered:
-        """Trace the program of a key and return it as XLA's input, for the card if there is one."""
+        """Trace the program of a key and lower it to XLA's input, for the card if there is one."""
         with nullcontext() if self._card is None else self._card.tracing():
             if isinstance(key, Bucket):
                 return self._lower_step(key)

@@ -220,7 +220,10 @@ def _answer(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 class _FrugalStore(ProgramStore):
-    """A ProgramStore that frees the memory of tracing after each program, for use by the engine."""
+    """A ProgramStore that frees the memory of tracing after it traces a program.
+
+    The process of the engine needs the memory.
+    """
 
     def _trace(self, lower: Callable[[], Lowered], name: str) -> Lowered:
         lowered = super()._trace(lower, name)

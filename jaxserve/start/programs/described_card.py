@@ -219,7 +219,7 @@ class DescribedCard:
 
     @property
     def mesh(self) -> Any:
-        """Abstract mesh that names the described card, for tracing."""
+        """JAX abstract mesh that describes the card, within which programs are traced for it."""
         described = jax.sharding.AbstractDevice(
             device_kind=self.pallas_name, num_cores=self.card.num_sms, platform="gpu"
         )

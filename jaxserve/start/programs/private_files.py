@@ -38,10 +38,10 @@ class PrivateFiles:
         self._warned: set[str] = set()
 
     def read(self, path: Path) -> bytes | None:
-        """Return a file's content without its header.
+        """Return the content of a private file, without its header, if it passes all checks.
 
-        Returns:
-            None if the file does not exist, or, after a warning, if it fails a check.
+        The result is None if the file does not exist. If it fails a check, a warning is logged and
+        the result is None too.
         """
         try:
             content = _read_own(path)
@@ -128,7 +128,7 @@ def digest(content: bytes) -> str:
 
 
 def file_name(name: str) -> str:
-    """Return a readable and unique file name for a program or a kernel."""
+    """Return a readable file name for the name of a program or kernel, unique by a hash."""
     return f"{re.sub(r'[^a-z0-9]+', '-', name.lower())[:60]}-{digest(name.encode())[:8]}"
 
 

@@ -78,7 +78,7 @@ def _as_noted(plan: StartPlan, store: ProgramStore) -> StartPlan:
 
 
 def temporary_bytes_of(program: Compiled) -> int:
-    """Return the bytes that a compiled program needs beside its arguments and results."""
+    """Return the bytes that a launch of a compiled program takes beside arguments and results."""
     analysis = program.memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes

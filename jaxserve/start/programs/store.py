@@ -116,7 +116,7 @@ class ProgramStore:
         return f"{self.num_built} programs compiled, {self.num_loaded} read; kept in {folder}"
 
     def _name_subject(self) -> None:
-        """Write the subject into a new folder, and warn if another folder differs in its device."""
+        """Write the subject into a new folder. Warn if another folder is of another device."""
         assert self.folder is not None
         if (self.folder / "what").exists():
             return
@@ -220,7 +220,7 @@ class ProgramStore:
             self.seconds[stage] += time.perf_counter() - started
 
     def _named_object(self, entry: Path) -> str | None:
-        """Return the key of the object that an entry names, None if the fingerprints differ."""
+        """Return the key of the object that a file in `starts` names, None if it is unusable."""
         content = self._files.read(entry)
         if content is None:
             return None

@@ -53,7 +53,7 @@ class Stored:
         return self.store.has(self.plan.program_name(key))
 
     def close(self) -> None:
-        """Do nothing: files are closed after each read."""
+        """Do nothing: this supplier has no threads, processes or open files."""
 
 
 class Compiling:
@@ -75,12 +75,12 @@ class Compiling:
         self._store = store
 
     def supply(self, key: Key) -> Compiled:
-        """Load or compile a program, and write a compiled one to the store. Thread-safe."""
+        """Load the program of a key from its file, or compile it into the store. Thread-safe."""
         name = self.compiler.plan.program_name(key)
         return self._store.get(name, partial(self.compiler.lower, key))
 
     def close(self) -> None:
-        """Return at once, because compilations end with the threads that run them."""
+        """Do nothing: compilations end with the threads that run them."""
 
 
 class CompilingThreads:
@@ -97,7 +97,7 @@ class CompilingThreads:
         self._pool = ThreadPoolExecutor(count, "jaxserve-compile")
 
     def put(self, key: Key, program: Compiled) -> None:
-        """Add a program that is compiled already, which `supply` then returns."""
+        """Add the compiled program of a key, which `supply` then returns."""
         self._futures[key] = future = Future[Compiled | None]()
         future.set_result(program)
 
@@ -108,7 +108,10 @@ class CompilingThreads:
                 self._futures[key] = self._pool.submit(self._supplier.supply, key)
 
     def supply(self, key: Key) -> Compiled:
-        """Submit a program if it has not been submitted, wait for it, and return it."""
+        """Return the compiled program of a key, after a wait for the thread that supplies it.
+
+        The key is submitted if it has not been submitted before.
+        """
         self.submit([key])
         program = self._futures[key].result()
         assert program is not None

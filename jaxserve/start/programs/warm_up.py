@@ -124,7 +124,7 @@ class WarmUp:
         self._threads.submit(self._others)
 
     def close(self, wait: bool = True) -> None:
-        """End the compilations that `begin` started (see `CompilingThreads.close`)."""
+        """End the compilations of programs that `begin` started. `wait`: for running ones."""
         self._threads.close(wait)
 
     def run(self, leaves: list[jax.Array], on_progress: OnProgress | None = None) -> Runner:
@@ -145,7 +145,7 @@ class WarmUp:
         return runner
 
     def replay(self, leaves: list[jax.Array], on_progress: OnProgress | None = None) -> Replay:
-        """Compile the programs like `run`, and return a follower's counterpart of the runner."""
+        """Compile the programs like `run`, and return a follower's Replay instead of a Runner."""
         programs = self._programs(leaves, on_progress)
         words = {bucket: self._compiler.null_batch(bucket) for bucket in programs.steps}
         padding = Padding(words, self._compiler.null_load(), self._compiler.null_rows())
@@ -271,7 +271,7 @@ class WarmUp:
                 self._run_padding(bucket)
 
     def _choose_sizes(self) -> None:
-        """Set `buckets` to the sizes that are worth their compilation, by notes or measurements."""
+        """Set `buckets` to the padded sizes worth their compilation, by notes or measurements."""
         notes = self._shared(self.store.notes())
         if notes is not None:
             self._take(BucketPlan.from_notes(notes))

@@ -54,14 +54,14 @@ class RandomSource(Source):
 
     @property
     def stored(self) -> Stored:
-        """`RANDOM`: no stored tensor determines the shapes of the placed weights."""
+        """The constant `RANDOM`, because random weights have no stored tensors."""
         return RANDOM
 
     def _own_tokenizer(self, size: int, form: str) -> Tokenizer:
         return self.text._own_tokenizer(size, form)
 
     def without_vocabulary(self) -> Source:
-        """Return the source without the vocabulary of the other source."""
+        """Return a copy of this source without the vocabulary of the source of its tokenizer."""
         return replace(self, text=self.text.without_vocabulary())
 
     def load(
@@ -73,7 +73,7 @@ class RandomSource(Source):
         mesh: Mesh | None = None,
         on_progress: OnProgress | None = None,
     ) -> Decoder:
-        """Make random weights and place them (see `Source.load`)."""
+        """Create the model with random weights on the devices (arguments of `Source.load`)."""
         return random_weights(model_config, dtype, self.seed, form, layout.panels, mesh)
 
 

@@ -71,5 +71,5 @@ def copy_text(folder: Path, to: Path) -> None:
 
 
 def imported(name: str) -> Any:
-    """Import the module of a name and return it. Modules with large imports are imported on use."""
+    """Import the module of a name and return it, at first use since its imports are large."""
     return importlib.import_module(name)

@@ -57,17 +57,17 @@ class Source(ABC):
 
     @property
     def fixed_dtype(self) -> str | None:
-        """The dtype of weights that a conversion has placed, or None if reading casts them."""
+        """Dtype of weights that `jaxserve convert` has stored, or None if reading casts weights."""
         return None
 
     @property
     def fixed_quantization(self) -> str | None:
-        """The form that a conversion has quantized the weights to, or None."""
+        """Form that `jaxserve convert` has quantized the weights to, or None."""
         return None
 
     @property
     def stored(self) -> Stored | None:
-        """The tensors that determine the shapes of placed weights, or None without tensors."""
+        """Description of the stored tensors, which gives the shapes of weights, or None."""
         return None
 
     @property
@@ -108,7 +108,7 @@ class Source(ABC):
         return Tokenizer(self.path, size, form)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the model's own tokenizer into a folder, as files of Transformers."""
+        """Write the model's own tokenizer into a folder, as tokenizer files of Transformers."""
         copy_text(self.path, folder)
 
     def without_vocabulary(self) -> Source:
@@ -168,7 +168,7 @@ class CheckpointSource(Source):
         return {} if self.stored is None else self.stored.opened.tensors
 
     def read(self, name: str) -> np.ndarray:
-        """Return the values of a tensor in `tensors`."""
+        """Return the values of the tensor of a name from the checkpoint's files."""
         return read_tensor(self.tensors()[name])
 
     def load(
@@ -180,7 +180,7 @@ class CheckpointSource(Source):
         mesh: Mesh | None = None,
         on_progress: OnProgress | None = None,
     ) -> Decoder:
-        """Read and place the weights of the checkpoint (see `Source.load`)."""
+        """Read the checkpoint's weights and place them on devices (arguments of `Source.load`)."""
         return load_weights(
             self.stored or self._files,
             model_config,
@@ -259,7 +259,7 @@ class ConvertedSource(Source):
         return self.converted.parameters
 
     def read(self, name: str) -> np.ndarray:
-        """Return the values of a parameter in `tensors`, after a check of their digest."""
+        """Return the values of the converted parameter of a name, after a check of their digest."""
         entry = self.converted.parameters[name]
         shape = jax.ShapeDtypeStruct(entry.shape, entry.dtype)
         return restored(self.converted, lambda _: whole(self.converted, name, shape))
@@ -273,7 +273,7 @@ class ConvertedSource(Source):
         mesh: Mesh | None = None,
         on_progress: OnProgress | None = None,
     ) -> Decoder:
-        """Read, verify and place the weights of the converted folder (see `Source.load`)."""
+        """Read the converted weights, check them, and place them (arguments of `Source.load`)."""
         stored_form = self.fixed_quantization
         if form not in (None, stored_form):
             how = f"to {stored_form}" if stored_form else "in full"
