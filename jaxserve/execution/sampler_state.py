@@ -193,7 +193,7 @@ def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoa
 def load_new(
     state: SamplerState, plan: LaunchPlan, slots: SlotTable, vocab_size: int, load: LoadSlot
 ) -> SamplerState:
-    """Return the state with the rows of the launch's slots that are marked in `needs_load`.
+    """Return the state with new rows for the launch's slots that are marked in `needs_load`.
 
     Args:
         state: the sampler state, donated.
@@ -216,7 +216,7 @@ def set_changed(
     vocab_size: int,
     programs: Mapping[int, SetAllowed],
 ) -> SamplerState:
-    """Return the state with the token masks of the launch's slots that are marked in `needs_mask`.
+    """Return the state with new token masks for the launch's slots that `needs_mask` marks.
 
     Args:
         state: the sampler state, donated.

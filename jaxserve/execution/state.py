@@ -207,10 +207,10 @@ def _unit(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platform: str) -> int:
-    """Return `pages`, or the largest number of pages that GPU kernels can address if that is lower.
+    """Return `pages`, or fewer if GPU kernels could not address the arrays of a layer.
 
     GPU kernels cannot address arrays of one-byte values with 2 to 4 GiB (see
-    `pallas_kernels.implementation`).
+    `pallas_kernels.implementation`). The result then fits below 2 GiB.
 
     Args:
         pages: number of pages of the KV cache.

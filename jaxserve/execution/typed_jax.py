@@ -18,7 +18,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class Cond(Protocol):
-    """Type of `lax.cond`."""
+    """Call signature of `lax.cond`, for type checkers."""
 
     def __call__(
         self,
@@ -31,7 +31,7 @@ class Cond(Protocol):
 
 
 class ForiLoop(Protocol):
-    """Type of `lax.fori_loop`."""
+    """Call signature of `lax.fori_loop`, for type checkers."""
 
     def __call__(
         self,

@@ -20,7 +20,9 @@ _WEIGHT = 0.25
 
 
 def shared(need: np.ndarray, budget: int) -> TokenShares:
-    """Divide a step's token budget over rows: one token for each row in need, then the first rows.
+    """Divide the token budget of a step over rows.
+
+    Each row in need gets one token. The first rows get the rest, as far as they need it.
 
     Args:
         need: int32[R], the tokens that each row could compute.

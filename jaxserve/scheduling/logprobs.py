@@ -93,10 +93,7 @@ def score_tokens(
 
 
 def _ranks(row: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return int[K]: the rank of each of `values` in one row of logits, `row` float[V].
-
-    The rank is one plus the number of greater logits.
-    """
+    # One plus the number of greater elements of `row`, for each value.
     return 1 + len(row) - np.searchsorted(np.sort(row), values, side="right")
 
 

@@ -124,7 +124,7 @@ class PagePool:
         self._num_evictable += len(pages)
 
     def _evictable(self) -> np.ndarray:
-        """Return the cached pages that no sequence holds, in the order of eviction."""
+        # In the order of eviction.
         entries = self._queue[self._head : self._tail]
         return entries[self._place_of[entries] == np.arange(self._head, self._tail)]
 

@@ -33,7 +33,7 @@ def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None 
 
 
 def is_listing(value: Any) -> bool:
-    """Return whether a value can be a list of numbers: a value with a length, but no text."""
+    """Return whether a value can be a list of numbers: a list or array, but no text or scalar."""
     sized = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
     return sized and not isinstance(value, str | bytes)
 

@@ -28,7 +28,7 @@ def read_secret(path: str | Path | None, name: str = _FIELD) -> bytes | None:
 
     Raises:
         InvalidRequest: the path is missing or not a file, its size is not from 32 to 65,536 bytes,
-            or users other than its owner and group may access it.
+            its group may write it, or other users may access it.
     """
     if path is None:
         return None

@@ -55,10 +55,11 @@ class Frame(NamedTuple):
 
 
 class Channel:
-    """An authenticated connection between two hosts, created after both exchange random numbers.
+    """An authenticated connection between two hosts.
 
-    After `start`, one thread reads frames, and another sends a heartbeat twice a second, so silence
-    means that the other process has stopped.
+    The constructor exchanges random numbers with the other side, from which keys are derived. After
+    `start`, one thread reads frames, and another sends a heartbeat twice a second, so silence means
+    that the other process has stopped.
 
     Args:
         connection: an open, unused connection.
@@ -121,7 +122,7 @@ class Channel:
             self.sent_bytes += len(message) - _COUNTER.size + MAC_BYTES
 
     def receive_first(self) -> Frame:
-        """Return the first frame, whose HMAC proves that the other side has the secret.
+        """Return the first frame of the other side, whose HMAC proves that it has the secret.
 
         Raises:
             OSError: the frame does not arrive in time. ChannelError if it is too long or its HMAC

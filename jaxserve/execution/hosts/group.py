@@ -35,7 +35,7 @@ _MOST_GUESTS = 64
 
 
 class Group(ABC):
-    """The connections of one host to the other hosts of its engine. A leader and a follower differ.
+    """Base class of Leader and Follower: connections of this host to the other hosts of the engine.
 
     Args:
         end: a function that ends this process with a status, without waiting for its threads.
