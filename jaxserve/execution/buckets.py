@@ -46,8 +46,7 @@ class Sampler:
     """Key of a compiled program that samples tokens from the logits of the preceding launch.
 
     Attributes:
-        num_rows: number of rows that the program samples. The launch can have more rows, of which
-            all others must be padding.
+        num_rows: number of rows that the program samples. Further rows of the launch are padding.
     """
 
     num_rows: int
@@ -103,7 +102,7 @@ def gain(program: Program, demand: Demand, seconds: Mapping[Program, float]) -> 
 
 
 def without(program: Program, demand: Demand) -> Demand:
-    """Return the entries of `demand` that keep their program if `program` is added.
+    """Return the launches in `demand` that keep their program if `program` is added.
 
     Args:
         program: a bucket or sampler that is added.

@@ -94,7 +94,7 @@ def make_sampler_state(num_slots: int, vocab_size: int) -> SamplerState:
 
 
 def load_slot(state: SamplerState, load: SlotLoad[Array]) -> SamplerState:
-    """Return the state with one slot's row replaced and a chunk of its tokens counted.
+    """Return the sampler state with one slot's row replaced and a chunk of its tokens counted.
 
     A request with many tokens needs several calls, one for each chunk in the order of the tokens.
 
@@ -125,7 +125,7 @@ def load_slot(state: SamplerState, load: SlotLoad[Array]) -> SamplerState:
 def set_allowed(
     state: SamplerState, slots: Int32[Array, " G"], words: UInt32[Array, "G W"]
 ) -> SamplerState:
-    """Return the state with the token masks of some slots replaced.
+    """Return the sampler state with the token masks of some slots replaced.
 
     Args:
         state: the sampler state, donated.
@@ -138,7 +138,7 @@ def set_allowed(
 def record(
     state: SamplerState, batch: StepBatch[Array], token_ids: Int32[Array, " R"]
 ) -> SamplerState:
-    """Return the state with each row's sampled token added to the history of its slot.
+    """Return the sampler state with each row's sampled token added to its slot's history.
 
     Rows that do not sample write to the null slot.
     """
@@ -193,7 +193,7 @@ def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoa
 def load_new(
     state: SamplerState, plan: LaunchPlan, slots: SlotTable, vocab_size: int, load: LoadSlot
 ) -> SamplerState:
-    """Return the state with new rows for the launch's slots that are marked in `needs_load`.
+    """Return the sampler state with new rows for the launch's slots that `needs_load` marks.
 
     Args:
         state: the sampler state, donated.
@@ -216,7 +216,7 @@ def set_changed(
     vocab_size: int,
     programs: Mapping[int, SetAllowed],
 ) -> SamplerState:
-    """Return the state with new token masks for the launch's slots that `needs_mask` marks.
+    """Return the sampler state with new token masks for the launch's slots with `needs_mask`.
 
     Args:
         state: the sampler state, donated.

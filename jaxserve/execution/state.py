@@ -264,7 +264,7 @@ def state_specs(memory: Iterable[MemoryKind]) -> DeviceState:
 
 
 def release(state: DeviceState | None, error: Exception | None) -> None:
-    """Wait until the device has finished `state`, so that its memory is free for a new state.
+    """Wait until the device has computed `state`, so that its memory is free for a new state.
 
     The frames of the error's traceback, which hold arrays of the state, are cleared. Errors of
     running steps are ignored.

@@ -150,7 +150,8 @@ def _check_context(config: Any) -> None:
     """Check decode_context_parallel_size: it must divide tensor_parallel_size and block_size.
 
     Raises:
-        InvalidRequest: it does not, or attention_backend is a GPU kernel.
+        InvalidRequest: it does not divide them, or it is above 1 and attention_backend names a GPU
+            kernel.
     """
     name = "decode_context_parallel_size"
     size, devices = config.decode_context_parallel_size, config.tensor_parallel_size

@@ -147,7 +147,7 @@ def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
 
 
 def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:
-    """Return whether a model's output projection is its embedding.
+    """Return whether a model's output projection is its embedding (tied weights).
 
     As in Transformers, a stored output projection that differs from the embedding is used, whatever
     config.json says. A wrapper's config.json and its text model's often disagree, or rely on the
