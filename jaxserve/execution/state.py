@@ -37,17 +37,18 @@ PAGES, SAMPLER = "KV cache", "sampler state"
 
 @dataclass(frozen=True)
 class MemoryKind:
-    """Memory of the device state that is allocated in equal units, on each device.
+    """A part of the device state that consists of equal units: KV pages, or rows of slots.
 
     Attributes:
-        name: `PAGES`, `SAMPLER`, or a further name, under which reports and metrics show it.
+        name: `PAGES`, `SAMPLER`, or a further name, under which reports and metrics show the
+            memory.
         layers: number of transformer layers with this memory, or 0 if it belongs to no layer.
         unit: "page" or "slot".
         bytes_per_unit: bytes of one unit on each device, over all of its layers.
-        count: units, the null page or the null slot included.
+        count: number of units, the null page or the null slot included.
         window: tokens of the attention window that limits the pages of a sequence, or None.
         arrays: tree of the shapes of one unit in one layer, over all devices.
-        devices: devices over which the first axis of `arrays` is divided.
+        devices: number of devices over which the first axis of `arrays` is divided.
     """
 
     name: str
@@ -71,18 +72,22 @@ class MemoryKind:
         window: int | None = None,
         devices: int = 1,
     ) -> MemoryKind:
-        """Return the kind of memory whose units have these arrays, with their sum as its size."""
+        """Return a MemoryKind, with its bytes per unit computed from the shapes of its arrays."""
         leaves = jax.tree.leaves(arrays)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) * max(1, layers) // devices
         return cls(name, layers, unit, size, count, window, arrays, devices)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all units on each device."""
+        """Bytes of all units of this kind of memory on each device."""
         return self.bytes_per_unit * self.count
 
     def zeros(self) -> Any:
-        """Return the arrays of all units: a list with one tree for each layer, or one tree."""
+        """Create the arrays of all units, filled with zeros. Their first axis is the unit.
+
+        Returns:
+            A list with one tree of arrays for each layer, or one tree for memory without layers.
+        """
 
         def units(unit: Any) -> Any:
             return jnp.zeros((self.count, *unit.shape), unit.dtype)
@@ -91,17 +96,21 @@ class MemoryKind:
         return layers if self.layers else layers[0]
 
     def specs(self) -> Any:
-        """Return the partition specs of `zeros`, as a prefix of its tree."""
+        """Return the JAX partition specs of the arrays of `zeros`, as a prefix of their tree.
+
+        Arrays that belong to several devices are sharded along their second axis, others
+        replicated.
+        """
         spec = PartitionSpec(None, AXIS) if self.devices > 1 else PartitionSpec()
         return [spec] * self.layers if self.layers else spec
 
 
 @dataclass(frozen=True)
 class DeviceState:
-    """The state of the device, which is donated to every step and replaced by its result.
+    """All arrays that stay on the device between steps: KV cache, page table, last tokens, sampler.
 
-    There is never a second copy. The pages start as zeros, so that an unused cell never contains
-    a NaN.
+    Every step takes the state as a donated argument and returns the new state, so there is never a
+    second copy. The pages start as zeros, so that an unused cell never contains a NaN.
     """
 
     kv: list[KVPages]  # one per layer
@@ -117,7 +126,10 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Results of a launch, which the host reads while the next one runs."""
+    """Results of a launch, as device arrays: sampled tokens, log-probabilities and logits.
+
+    The host reads them while the next launch runs.
+    """
 
     # [R], or [most steps, R] for a launch of several steps. NO_TOKEN if logits were not finite or
     # excluded all tokens.
@@ -136,13 +148,13 @@ for _type in (DeviceState, StepOutput):
 
 
 def kv_dtype(setting: str, activations: DTypeLike, platform: str) -> np.dtype:
-    """Return the dtype of pages for a setting of `kv_cache_dtype`.
+    """Return the dtype of the pages of the KV cache for a value of `kv_cache_dtype`.
 
     On CPU 16-bit keys and values are stored in float32, and 8-bit floats as their bits: XLA on CPU
     scatters into narrow floats by converting the whole cache in every step.
 
     Args:
-        setting: the value of `kv_cache_dtype`.
+        setting: "auto" (the dtype of activations), "fp8" or "int8_per_token_head".
         activations: the dtype of activations.
         platform: "cpu" or "gpu".
 
@@ -165,12 +177,12 @@ def kv_dtype(setting: str, activations: DTypeLike, platform: str) -> np.dtype:
 def memory_kinds(
     config: ModelConfig, page_size: int, dtype: DTypeLike, num_slots: int, num_pages: int = 0
 ) -> tuple[MemoryKind, ...]:
-    """Return the kinds of memory of a model's device state: pages, and sampler state by slot.
+    """Return the two kinds of memory of a model's device state: KV pages and sampler state.
 
     Args:
         config: the configuration of the model.
         page_size: tokens per page.
-        dtype: the dtype of the pages.
+        dtype: the dtype of the pages. Pages of int8 also contain float32 scales.
         num_slots: the slots, without the null slot.
         num_pages: the pages of the cache, including the null page.
     """
@@ -197,8 +209,14 @@ def _unit(array: Any) -> jax.ShapeDtypeStruct:
 def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platform: str) -> int:
     """Return `pages`, or fewer if GPU kernels could not address the arrays of a layer.
 
-    Kernels cannot address arrays of one-byte values with 2 to 4 GiB (see
-    `pallas_kernels.implementation`).
+    GPU kernels cannot address arrays of one-byte values with 2 to 4 GiB (see
+    `pallas_kernels.implementation`). The result then fits below 2 GiB.
+
+    Args:
+        pages: number of pages of the KV cache.
+        layer_page_bytes: bytes of one page in one layer.
+        dtype: dtype of the pages.
+        platform: "cpu" or "gpu".
     """
     size = pages * layer_page_bytes
     if platform == "cpu" or dtype.itemsize > 1 or not TWO_GIB <= size <= FOUR_GIB:
@@ -207,12 +225,12 @@ def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platfo
 
 
 def make_state(config: ModelConfig, memory: Iterable[MemoryKind], max_pages: int) -> DeviceState:
-    """Create a device state with zeros in all kinds of memory and tables.
+    """Create a device state in which all arrays are zeros.
 
     Args:
         config: the configuration of the model.
         memory: the kinds of memory, with their counts.
-        max_pages: the most pages of a slot.
+        max_pages: the most pages of a slot, the width of the page table.
     """
     kinds = {kind.name: kind for kind in memory}
     pages, sampler = kinds.pop(PAGES), kinds.pop(SAMPLER)
@@ -230,9 +248,10 @@ def make_state(config: ModelConfig, memory: Iterable[MemoryKind], max_pages: int
 
 
 def state_specs(memory: Iterable[MemoryKind]) -> DeviceState:
-    """Return the partition specs of the device state.
+    """Return a DeviceState of the partition specs of its arrays.
 
-    Each device has its own counters of expert rows. Tables are replicated.
+    Counters of expert rows are sharded over the devices, page table and last tokens are replicated,
+    and other arrays have the specs of their kind of memory.
 
     Args:
         memory: the kinds of memory.
@@ -245,9 +264,10 @@ def state_specs(memory: Iterable[MemoryKind]) -> DeviceState:
 
 
 def release(state: DeviceState | None, error: Exception | None) -> None:
-    """Wait for running steps and clear an error's frames, which hold the memory of a state.
+    """Wait until the device has computed `state`, so that its memory is free for a new state.
 
-    The memory is then free for another state.
+    The frames of the error's traceback, which hold arrays of the state, are cleared. Errors of
+    running steps are ignored.
     """
     if error is not None:
         traceback.clear_frames(error.__traceback__)
