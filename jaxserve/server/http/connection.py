@@ -114,9 +114,8 @@ class Crowd:
         self._members.pop(connection, None)
 
 
+# Stand-in for an asyncio transport that collects the written bytes.
 class _Pieces:
-    """Stand-in for an asyncio transport that collects the written bytes in the list `pieces`."""
-
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
         self.is_closed = False
