@@ -36,15 +36,13 @@ def _wanted_logprobs(body: openai.ChatRequest) -> int | None:
 
 
 async def prepare(request: EndpointRequest, body: openai.ChatRequest) -> Generation:
-    """Check a chat request and render its conversation to a prompt.
+    """Check a chat request, render its conversation to a prompt, and return its generation.
 
-    Compilation of tools and structured outputs is done on another thread.
+    The generation is not started yet. Tools and structured outputs are compiled on another thread.
 
     Args:
+        request: the HTTP request.
         body: body of the chat request.
-
-    Returns:
-        The generation of the request's answers, not yet started.
 
     Raises:
         ApiError: 404, there is no such model. 503, the server is stopping.

@@ -22,13 +22,9 @@ MAX_MESSAGES = MAX_DOCUMENTS = 4096
 
 
 def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages in the form that chat templates take, with their content as text.
+    """Return the messages of a chat request as dicts for a chat template, with content as text.
 
-    Args:
-        messages: messages of a chat request.
-
-    Returns:
-        For each message a dict with `role`, `content` and, if present, name, call and reasoning.
+    A dict has `role` and `content`, and if present the name, tool calls and reasoning.
 
     Raises:
         InvalidRequest: there are too few or too many messages, or the newest user message has no

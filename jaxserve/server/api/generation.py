@@ -325,9 +325,9 @@ class Generation:
             await self.take()
 
     def usage(self, sent: Listing[int] | None = None) -> openai.Usage:
-        """Return the numbers of prompt, generated, cached and reasoning tokens of the request.
+        """Return the counts of prompt, generated, cached and reasoning tokens of the request.
 
-        Each prompt counts once. The generated tokens of all choices count.
+        A prompt counts once. The generated tokens of all choices count.
 
         Args:
             sent: for each choice, the number of its first tokens that count, by default all. With

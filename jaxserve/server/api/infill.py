@@ -36,7 +36,7 @@ class InfillRequest(Sampling, kw_only=True):
 
 
 class InfillResponse(msgspec.Struct):
-    """Answer of POST /infill, or one of its events. The last event has `stop` and the counts."""
+    """Answer of POST /infill, or a stream event of it: text, and at the end token counts."""
 
     content: str
     model: str
@@ -101,7 +101,7 @@ class InfillFormatter(ResponseFormatter):
 
 
 class Marks(NamedTuple):
-    """Marker tokens of a code model that enclose the texts before and after a gap in its prompt."""
+    """Texts of the marker tokens that enclose the texts around a gap in a code model's prompt."""
 
     before: str  # marker before the text that precedes the gap
     behind: str  # marker before the text that follows the gap

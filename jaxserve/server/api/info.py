@@ -79,7 +79,7 @@ class ServerInfo(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """Answer of GET /model_info and /get_model_info, in SGLang's form: facts about one model."""
+    """Answer of GET /model_info in SGLang's form: a model's name, tokenizer and capabilities."""
 
     model_path: str
     tokenizer_path: str

@@ -81,7 +81,10 @@ async def update_conversation(http_request: Request) -> Response:
 
 
 async def delete_conversation(http_request: Request) -> Response:
-    """Endpoint `DELETE /v1/conversations/{conversation_id}`: delete a conversation."""
+    """Endpoint `DELETE /v1/conversations/{conversation_id}`: delete a conversation.
+
+    Its items are deleted too.
+    """
     conversation = _conversation(http_request)
     _store(http_request).forget(conversation)
     return json_response(response_items.DeletedConversation(conversation.shown.id))

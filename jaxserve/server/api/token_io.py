@@ -58,7 +58,8 @@ async def render_chat(http_request: Request) -> Response:
 async def render_messages(http_request: Request) -> Response:
     """Endpoint `POST /v1/messages/render`: answer with a request of Anthropic's API as token ids.
 
-    The answer is a request for `POST /inference/v1/generate`, as of `render_chat`.
+    The answer is a request for `POST /inference/v1/generate`, with the token ids of the rendered
+    prompt and the sampling parameters.
     """
     request = anthropic.renaming_request(http_request)
     body = request.parse(MessagesRequest, endpoint_fields("messages"))

@@ -32,6 +32,8 @@ class _Part:
 class Form:
     """Parser of a multipart form with text fields and one file, fed with bytes as they arrive.
 
+    `fields` and `filename` hold the results.
+
     Args:
         boundary: the form's boundary, from the Content-Type header.
         upload: receives the bytes of the file.
@@ -60,7 +62,7 @@ class Form:
         )
 
     def feed(self, data: bytes) -> None:
-        """Parse the next bytes of the form. Collect text fields, and write the file to the upload.
+        """Parse the next bytes of the form: collect text fields, and pass the file's bytes on.
 
         Raises:
             ApiError: the form is malformed, or a part of it is too large.
@@ -119,7 +121,7 @@ class Form:
 
 
 async def read_form(request: Request, upload: Upload, seconds: float) -> Form:
-    """Read the multipart form in a request's body to its end, and return its fields.
+    """Read the multipart form in a request's body to its end, and return the parsed form.
 
     The bytes of its file are written to `upload`.
 

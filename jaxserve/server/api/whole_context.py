@@ -85,7 +85,7 @@ class WholeContextGeneration(Generation):
         super()._apply(delta, parts)
 
     def usage(self, sent: Listing[int] | None = None) -> Usage:
-        """Return the numbers of tokens, with the last token of each long prompt as a prompt token.
+        """Return the token counts of the request. The last token of a long prompt counts as prompt.
 
         `sent` is the number of generated tokens of each choice that count, by default all.
         """

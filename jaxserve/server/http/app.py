@@ -141,7 +141,7 @@ class UnservedRoutes(BaseRoute):
     """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Return whether an HTTP request matches a route that jaxserve does not serve.
+        """Return how an HTTP request matches the routes that jaxserve does not serve.
 
         Args:
             scope: ASGI scope of the request, with its path and method.

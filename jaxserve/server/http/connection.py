@@ -72,7 +72,7 @@ def _too_large(message: str) -> h11.RemoteProtocolError:
 
 
 def _with_path(request: h11.Request) -> h11.Request:
-    """Return an HTTP request with an absolute target, if it has one, split into path and Host."""
+    """Return the request with an absolute target (http://host/path) as a path and a Host header."""
     target = _ABSOLUTE.fullmatch(request.target)
     if target is None:
         return request
@@ -92,7 +92,7 @@ class Crowd:
     """Set of the connections beyond the server's limit, which may request only the health checks.
 
     Args:
-        most: maximum number of members, at least 1. A further one gets the oldest member closed.
+        most: maximum number of members, at least 1. One more closes the oldest with a 503 error.
     """
 
     def __init__(self, most: int) -> None:
@@ -163,7 +163,7 @@ class Connection(H11Protocol):
         self._watch_header()
 
     def refuse(self) -> None:
-        """Close this connection, with a 503 error unless an answer is being sent."""
+        """Close this surplus connection, after a 503 error unless an answer is being sent."""
         self._stop("_header_timer")
         self._crowd.discard(self)
         if self.cycle is None or self.cycle.response_complete:
@@ -218,7 +218,7 @@ class Connection(H11Protocol):
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
-        """Context manager that collects all data sent within it, and writes the data at its end."""
+        """Context manager in which data for the client is collected. Its end writes the data."""
         cycle, joined = self.cycle, _Pieces()
         cycle.transport = joined  # type: ignore[assignment]
         try:

@@ -32,13 +32,13 @@ FORM_BYTES = 64 << 10
 
 
 class Guard:
-    """ASGI middleware that checks each HTTP request, reads its body, and answers errors.
+    """ASGI middleware that checks each HTTP request, reads its body, and turns errors into answers.
 
-    Exceptions of the application become error answers. The middleware adds entries to the scope:
-    `jaxserve.body` is the whole body. `jaxserve.key` is the digest of the API key, or None if the
-    path needs no key. `jaxserve.request_id` is the id of the request, which every answer carries.
-    For `jaxserve.renamed` see `EndpointRequest`. It reads the entry `jaxserve.crowded`, which marks
-    connections over the limit.
+    It adds entries to the scope: `jaxserve.body` is the whole body. `jaxserve.key` is the digest of
+    the API key, or None if the path needs no key. `jaxserve.request_id` is the id of the request,
+    which every answer carries. `jaxserve.renamed` is an empty dict, which endpoints fill with the
+    names of fields for error messages. It reads the entry `jaxserve.crowded` of connections over
+    the limit.
 
     Args:
         app: the application to call.

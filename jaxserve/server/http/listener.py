@@ -20,7 +20,7 @@ from jaxserve.server.settings import ServerConfig
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a TCP socket bound to a host and port. It refuses connections until it listens.
+    """Return a TCP socket bound to a host and port. Connections are refused until it listens.
 
     Port 0 takes a free port.
 
@@ -48,7 +48,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def allow_reuse(listener: socket.socket) -> None:
-    """Set SO_REUSEADDR, so that this socket and a later server can use a port in TIME_WAIT."""
+    """Set SO_REUSEADDR on a socket, so that it and a later server can use a port in TIME_WAIT."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
@@ -119,7 +119,7 @@ _FEWEST = 16
 
 @dataclass(frozen=True)
 class Room:
-    """Numbers of connections that fit within the process's limit of open files."""
+    """Limit of open files, number of connections to serve, and number that may wait beyond it."""
 
     limit: float  # number of files that the process may have open
     connections: int  # number of connections served at a time
@@ -129,13 +129,10 @@ class Room:
 
 
 def make_room(connections: int) -> Room:
-    """Raise the process's limit of open files, as far as its hard limit allows, for connections.
-
-    Args:
-        connections: number of connections to serve at a time.
+    """Raise the process's limit of open files for a number of connections, up to its hard limit.
 
     Returns:
-        The limit and the numbers of connections that fit, at most `connections` to serve.
+        The limit, and the numbers of connections that fit. At most `connections` are served.
 
     Raises:
         ValueError: the hard limit leaves too little room beside the files that are open now.

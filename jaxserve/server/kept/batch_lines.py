@@ -22,7 +22,10 @@ MAX_PROBLEMS = 100
 
 
 class Line(msgspec.Struct):
-    """One request in the input file of a batch. Its JSON body is forwarded unchanged."""
+    """One request in the input file of a batch: its id, method, URL and JSON body.
+
+    The body is forwarded unchanged.
+    """
 
     custom_id: str
     method: str
@@ -37,7 +40,7 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct, omit_defaults=True):
-    """Reason why a request of a batch has no answer."""
+    """Reason why a request of a batch has no answer: code, message and line number."""
 
     code: str
     message: str
@@ -62,7 +65,13 @@ class BatchOutput(msgspec.Struct):
 
 
 class BadLine(Exception):
-    """A line of a batch's input file is not a valid request."""
+    """Exception for a line of a batch's input file that is not a valid request.
+
+    Args:
+        code: machine-readable name of the error.
+        message: description of the error.
+        custom_id: id that the line gives itself, if it can be read.
+    """
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -71,7 +80,7 @@ class BadLine(Exception):
 
 
 def lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the number and the bytes of each line of a file, without blank lines.
+    """Yield the non-blank lines of a file as pairs of the line's number and its bytes.
 
     Numbers start at 1 and count blank lines. A byte-order mark at the start of the file is removed.
     A line of more than `most` bytes is yielded as None.
@@ -170,18 +179,16 @@ def _head(body: msgspec.Raw) -> _Head:
 
 
 def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[BatchProblem]]:
-    """Check all lines of a batch's input file.
+    """Check all lines of a batch's input file, and return their number and the errors in them.
+
+    At most MAX_PROBLEMS errors are returned. A file without lines is an error. For a file with more
+    than `most` lines, the result is `most + 1` and this one error.
 
     Args:
         path: path of the file.
         endpoint: URL that all requests must name.
         most: maximum number of lines.
         size: maximum number of bytes of a line.
-
-    Returns:
-        The number of lines, and the errors in them, of which at most MAX_PROBLEMS are reported. A
-        file without lines is an error. A file with too many lines is read up to the limit, and only
-        this error is reported.
     """
     problems: list[BatchProblem] = []
     total = 0

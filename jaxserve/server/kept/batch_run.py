@@ -61,7 +61,7 @@ class Service(Protocol):
 
 
 def append(sink: BinaryIO, data: bytes) -> None:
-    """Append bytes to an unbuffered file. If a write fails, restore the file's former end.
+    """Append bytes to an unbuffered file. If the write fails, cut the file to its former size.
 
     Raises:
         OSError: the write failed.

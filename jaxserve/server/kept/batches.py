@@ -26,7 +26,7 @@ RETRY_SECONDS = 10.0
 
 
 class BatchRecord(msgspec.Struct):
-    """Stored state of a batch: the batch as clients see it, its owner and its output files."""
+    """Stored state of a batch: the batch as clients see it, its owner and its output files' ids."""
 
     batch: Batch
     owner: str | None  # API key of the client
@@ -131,10 +131,10 @@ class Batches:
         return batch
 
     def get(self, name: str, client: str | None) -> Batch:
-        """Return the batch with the id `name`, if it belongs to the client.
+        """Return the batch with the id `name`, if the client may see it (see `may_see`).
 
         Args:
-            client: digest of the client's API key, or None, which may see all batches.
+            client: digest of the client's API key, or None.
 
         Raises:
             ApiError: 404, there is no such batch.
@@ -145,13 +145,13 @@ class Batches:
         return record.batch
 
     def list(self, client: str | None) -> list[Batch]:
-        """Return the batches that a client may see (see `get`), the oldest first."""
+        """Return the batches that a client may see (see `may_see`), the oldest first."""
         return [r.batch for r in self._sorted() if may_see(r.owner, client)]
 
     async def cancel(self, name: str, client: str | None) -> Batch:
-        """Set the status "cancelling" on a batch, stop its task's requests, and return the batch.
+        """Begin to cancel a batch: set and store the status "cancelling", and stop its requests.
 
-        Existing answers are kept.
+        Existing answers are kept. The result is the batch.
 
         Args:
             name: id of the batch.

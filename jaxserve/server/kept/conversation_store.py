@@ -22,7 +22,7 @@ _metadata_bytes = msgspec.json.encode
 
 
 class Conversation:
-    """Conversation of the API as an ordered set of items, with its metadata.
+    """Conversation of the API in memory: an ordered set of items, and metadata of the client.
 
     Responses in the conversation add their input and output items.
 
@@ -92,7 +92,7 @@ class Conversation:
 
     @property
     def item_ids(self) -> list[str]:
-        """Ids of the conversation's items, the oldest first."""
+        """Ids of the conversation's items, in the order of their addition."""
         return list(self._items)
 
     def input_items(self) -> list[InputItem]:

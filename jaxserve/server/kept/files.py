@@ -93,7 +93,7 @@ class FileStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, of uploads in progress, and of the answers of batches so far."""
+        """Number of bytes of all stored files, of uploads in progress and of batch answers."""
         return self._bytes.total()
 
     def count(self, owner: str | None, num_bytes: int) -> None:
@@ -121,7 +121,7 @@ class FileStore:
         return record
 
     def list(self, client: str | None, purpose: str | None) -> list[FileObject]:
-        """Return the files that a client may see, the oldest first. None selects every purpose."""
+        """Return the files of a purpose (None for any) that a client may see, the oldest first."""
         self.expire()
         files = [r.file for r in self._records.values() if may_see(r.owner, client)]
         files = [file for file in files if purpose in (None, file.purpose)]
@@ -177,7 +177,7 @@ class FileStore:
             raise ApiError(413, f"{whose} keeps at most {most} files: delete some", "file")
 
     def note(self, source: Path, file: FileObject, owner: str | None) -> FileRecord:
-        """Write and return the record of a file whose content is at `source`. It is thread-safe.
+        """Write and return the record of `file`, whose content is at `source`. Thread-safe.
 
         Raises:
             OSError: the disk is full, for example.
@@ -214,7 +214,7 @@ class FileStore:
 
 
 class Upload:
-    """File upload in progress, a context manager. Unless `keep` is called, the file is deleted."""
+    """File upload in progress: a context manager that deletes the file unless `keep` was called."""
 
     def __init__(self, store: FileStore, owner: str | None, path: Path) -> None:
         self._store = store
@@ -242,7 +242,7 @@ class Upload:
         """Append bytes to the uploaded file, and count them for its owner.
 
         Raises:
-            ApiError: 413, the file, or all files together, would be too large.
+            ApiError: 413, the file would be too large, or the owner or the store has no room.
         """
         assert self._file is not None
         most = self._store.config.max_file_bytes
@@ -254,7 +254,7 @@ class Upload:
         self._file.write(data)
 
     def flush(self, file: FileObject) -> None:
-        """Write the uploaded content and its record to the disk, and wait for it. Thread-safe.
+        """Write the content, and a record with the description `file`, to the disk. Thread-safe.
 
         Raises:
             OSError: the disk is full, for example.
@@ -265,7 +265,7 @@ class Upload:
         self._record = self._store.note(self._path, file, self._owner)
 
     def keep(self) -> FileObject:
-        """Add the uploaded file, after `flush`, to the store, and return its description."""
+        """Move the file into the store after `flush` has written it, and return its description."""
         assert self._record is not None
         self._store.adopt(self._path, self._record)
         return self._record.file

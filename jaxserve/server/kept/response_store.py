@@ -20,13 +20,13 @@ _items = msgspec.json.Decoder(list[InputItem])
 
 
 class _Output(msgspec.Struct):
-    """Output items of a response object."""
+    """Output items of a response object, decoded from the object's JSON."""
 
     output: list[InputItem]
 
 
 class _OutputText(msgspec.Struct):
-    """Output items of a response object as undecoded JSON."""
+    """Output items of a response object, as undecoded JSON."""
 
     output: msgspec.Raw
 
@@ -36,7 +36,7 @@ _answer_text = msgspec.json.Decoder(_OutputText)
 
 
 class Turn:
-    """A response of the API in memory, with its input items.
+    """A response of the API in memory, with the input items that it answers.
 
     Args:
         response_id: id of the response.
@@ -78,12 +78,12 @@ class Turn:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory of the turn in bytes, without its parents."""
+        """Estimated memory of a stored response with its input, in bytes, without its parents."""
         return len(self.input) + len(self.response) + self._event_bytes + OVERHEAD_BYTES
 
     @property
     def num_item_bytes(self) -> int:
-        """Bytes of JSON of the turn's input and output items, which a continuing request reads."""
+        """Bytes of JSON of the response's input and output items, for requests that continue it."""
         return len(self.input) + len(_answer_text.decode(self.response).output)
 
     @property
@@ -92,9 +92,9 @@ class Turn:
         return self.cancel is not None
 
     def append(self, events: list[bytes]) -> None:
-        """Append events to the stored stream of the response, and wake the tasks in `wait`.
+        """Append events to the stored stream of the response, and wake the readers in `wait`.
 
-        The events are dropped if the turn stores no stream.
+        The events are dropped if the response stores no stream.
         """
         if self.events is not None:
             self.events += events
@@ -106,16 +106,16 @@ class Turn:
         self.events, self._event_bytes = None, 0
 
     def notify(self) -> None:
-        """Wake the tasks in `wait`."""
+        """Wake all tasks that wait in `wait` for events or the end of the response."""
         self._news.set()
         self._news = asyncio.Event()
 
     async def wait(self) -> None:
-        """Wait for the next call of `append` or `notify`."""
+        """Wait for new events or the end of the response."""
         await self._news.wait()
 
     def lineage(self) -> list[Turn]:
-        """Return the chain of turns that ends with this turn, the first turn first."""
+        """Return the responses that this one continues, the first one first, and finally itself."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -124,11 +124,11 @@ class Turn:
         return turns[::-1]
 
     def input_items(self) -> list[dict[str, Any]]:
-        """Return the turn's input items as JSON objects."""
+        """Return the input items that the response answers, as JSON objects with ids."""
         return msgspec.json.decode(self.input)
 
     def own_items(self) -> Iterator[InputItem]:
-        """Yield the turn's input items, then its output items, without the items of its parents."""
+        """Yield the response's input items, then its output items, without items of its parents."""
         yield from _items.decode(self.input)
         yield from _answer.decode(self.response).output
 
@@ -151,7 +151,7 @@ class ResponseStore(Shares[Turn]):
         self._by_item: dict[tuple[str | None, str], Turn] = {}
 
     def add(self, turn: Turn) -> None:
-        """Store a new turn, and evict others beyond the limits.
+        """Store a new response (a turn), and evict others beyond the limits of the store.
 
         An ended turn that is larger than the limit on bytes is not stored.
         """
@@ -166,7 +166,7 @@ class ResponseStore(Shares[Turn]):
         self.resize(turn)
 
     def resize(self, turn: Turn) -> None:
-        """Update the counted bytes of a turn that has changed, and evict turns beyond the limits.
+        """Update the counted bytes of a changed response (a turn), and evict turns if necessary.
 
         A turn above the limit on bytes loses its events, and is removed if it is still too large
         and has ended.
@@ -189,7 +189,7 @@ class ResponseStore(Shares[Turn]):
         turn.counted = size
 
     def get(self, response_id: str, owner: str | None, parameter: str = "response_id") -> Turn:
-        """Return the turn with a response id that belongs to an owner.
+        """Return the stored response (a turn) with an id that belongs to an owner.
 
         Args:
             owner: digest of the client's API key, or None.
@@ -208,7 +208,7 @@ class ResponseStore(Shares[Turn]):
         return turn
 
     def remove(self, turn: Turn) -> None:
-        """Remove a turn from the store, and cancel its generation if it is running."""
+        """Remove a response (a turn) from the store, and cancel its generation if it is running."""
         if self.entry(turn.owner, turn.id) is turn:
             self._forget(turn)
         if turn.cancel is not None:
@@ -217,11 +217,12 @@ class ResponseStore(Shares[Turn]):
     def find_items(
         self, item_ids: Iterable[str], owner: str | None, most: int
     ) -> dict[str, InputItem]:
-        """Return the stored items with these ids that belong to an owner, by id.
+        """Return input and output items of an owner's stored responses, by item id.
 
         Args:
+            item_ids: ids of the requested items.
             owner: digest of the client's API key, or None.
-            most: maximum number of bytes of the items of all responses that contain them.
+            most: maximum number of bytes of the items of the responses.
 
         Returns:
             All items of the responses that contain a requested item. Unknown ids are absent.

@@ -59,7 +59,7 @@ class Pages(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct):
-    """State of an engine at one time, as sent to the dashboard."""
+    """State of an engine for the dashboard: time, statistics, completions, pages, latencies."""
 
     at: float  # seconds on a monotonic clock
     stats: EngineStats
@@ -127,6 +127,8 @@ def _row(sequence: Sequence, num_known: int, num_computed: int) -> CompletionRow
 
 def page_map(ref_count: np.ndarray, is_cached: np.ndarray, owner: np.ndarray) -> Pages:
     """Return the map of the pages of a KV cache, reduced to at most MAX_CELLS cells.
+
+    A cell shows the slot of a page, or that it is shared, cached or blank.
 
     Args:
         ref_count: i32[P], number of holders of each page, without the null page.

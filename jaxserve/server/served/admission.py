@@ -55,9 +55,10 @@ class Admission:
         return self.num_live >= self.num_slots + self.max_queued
 
     def check(self, completions: int, prompt_tokens: int = 0) -> None:
-        """Check that the queue has room for a request, and count a refusal. Reserve nothing.
+        """Check that the model's queue has room for a request. The request is not counted.
 
-        A prompt larger than the limit on prompt tokens is admitted if no other prompt waits.
+        A refusal is counted. A prompt larger than the limit on prompt tokens is admitted if no
+        other prompt waits.
 
         Args:
             completions: number of the request's completions.
@@ -81,7 +82,7 @@ class Admission:
 
 
 def make_admission(engine: EngineConfig, server: ServerConfig) -> Admission:
-    """Return the admission control of an engine, with no requests yet.
+    """Return the `Admission` of an engine's queue, which is empty.
 
     Its limits are from the server's settings, or defaults from the engine's slots and step tokens.
     """

@@ -88,7 +88,7 @@ class RequestTemplates:
 
     Args:
         are_trusted: whether requests may contain templates.
-        tokenizer: the model's tokenizer, which detects a template's form of content. None without.
+        tokenizer: the model's tokenizer, or None. It detects a template's form of content.
         thread: the executor.
     """
 

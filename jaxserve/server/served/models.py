@@ -285,11 +285,11 @@ class ServedModel:
             )
 
     def salted(self, request: Request, api_key: str | None) -> Request:
-        """Return an engine request with a cache salt that is specific to the client's API key.
+        """Return an engine request with a cache salt that depends on the client's API key.
 
         Requests of different keys then do not share prefixes in the prefix cache. The salt is
-        unchanged without a key or with `share_prefix_cache`. A low-priority model also sets the
-        last priority.
+        unchanged if `api_key` is None or with `share_prefix_cache`. A low-priority model also sets
+        the last priority.
         """
         if self._is_behind:
             request = replace(request, priority=LAST_PRIORITY)

@@ -35,8 +35,8 @@ def plan_models(
         config: the server's settings, with names of a single model and memory shares of several.
 
     Raises:
-        InvalidRequest: a name has no model, a name is repeated, weights name an unknown model, or
-            settings are out of range.
+        InvalidRequest: a name has no model, a name is repeated, several models share
+            `served_model_name`, weights name an unknown model, or settings are out of range.
     """
     named = []
     for text in models:
@@ -92,11 +92,11 @@ def check_models(specs: Iterable[ModelSpec]) -> None:
 
 
 def memory_shares(names: list[str], weights: str | None) -> dict[str, float]:
-    """Return the share of the memory of each model by name. The shares add up to 1.
+    """Return the share of the device memory of each model by name. The shares add up to 1.
 
     Args:
         names: names of the models.
-        weights: text such as `a=2,b=1`. A model that is not named has the weight 1.
+        weights: text such as `a=2,b=1`, or None. A model that is not named has the weight 1.
 
     Raises:
         InvalidRequest: the text is invalid, or names an unknown model.

@@ -35,7 +35,7 @@ HEADERS = ("traceparent", "tracestate")
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """Data of a completion that has ended, from which a span is made."""
+    """Data of a completion that has ended, for its span: arrival, latency, attributes and error."""
 
     arrived: int  # time of arrival in nanoseconds since the epoch
     latency: float  # seconds from arrival to end
