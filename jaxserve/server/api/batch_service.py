@@ -103,7 +103,11 @@ class BatchService:
         self._freed = asyncio.Event()
 
     async def answer(self, line: Line, owner: str | None = None) -> BatchResponse:
-        """Return the answer to a request of a batch, as `InnerClient.answer` does."""
+        """Return the answer to a request of a batch, sent by the client `InnerClient`.
+
+        Errors become answers with their status. `owner` is the digest of the batch's API key, or
+        None.
+        """
         return await self._client.answer(line, owner)
 
     def is_alive(self, model: str | None) -> bool:
@@ -124,7 +128,7 @@ class BatchService:
         self._taken[served.name] += 1
 
     def leave(self, model: str | None) -> None:
-        """Count a slot taken by `enter` as free again, and wake the tasks that wait for a slot."""
+        """Count a slot of the model that `enter` took as free, and wake the tasks that wait."""
         self._taken[self._find(model).name] -= 1
         self._freed.set()
         self._freed = asyncio.Event()

@@ -29,7 +29,10 @@ from jaxserve.server.tool_calls.answer_parts import AnswerPart, Content, Message
 
 @dataclass
 class ChoicePart:
-    """New text, tokens and log-probabilities of a choice (one completion) since its last part."""
+    """New text, tokens and log-probabilities of a choice (one completion) since its last part.
+
+    The last part of a choice also has its finish reason.
+    """
 
     index: int  # number of the choice
     text: str
@@ -43,7 +46,7 @@ class ChoicePart:
 
 @dataclass
 class Choice:
-    """One completion of a request, as far as it has been generated."""
+    """One completion of a request: its text, tokens, log-probabilities and finish reason so far."""
 
     index: int  # number among the choices of all prompts of the request
     prompt: int
@@ -58,7 +61,7 @@ class Choice:
 
     @property
     def message(self) -> Message:
-        """Content, reasoning and tool calls of the text generated so far."""
+        """Content, reasoning and tool calls of the completion's text so far."""
         return Message(self.text) if self.reader is None else self.reader.message
 
     def read(self, part: ChoicePart) -> None:
@@ -185,7 +188,7 @@ class Generation:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine has paused the completions until their client reads."""
+        """Whether the engine has paused the completions because their client reads too slowly."""
         return self._stream.is_paused
 
     def fail(self, error: ApiError) -> None:

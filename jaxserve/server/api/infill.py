@@ -20,7 +20,7 @@ from jaxserve.settings.compat import endpoint_fields
 
 
 class File(msgspec.Struct, kw_only=True):
-    """A file of the project, which the model sees as context of an infill."""
+    """Text and name of another file of a project, which the model sees as context of an infill."""
 
     text: str
     filename: str = ""

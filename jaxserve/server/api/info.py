@@ -53,7 +53,7 @@ _GROUPS = {
 
 
 class HealthResponse(msgspec.Struct):
-    """Answer of GET /health and /ready for a server that is healthy or ready."""
+    """Answer of GET /health and GET /ready with the status "ok"."""
 
     status: str = "ok"
 

@@ -27,11 +27,11 @@ _encoder = msgspec.json.Encoder()
 
 
 class ClientGone(Exception):
-    """The client of an HTTP request has disconnected, so that no answer can reach it."""
+    """Exception for a client that has disconnected, so that no answer can reach it."""
 
 
 def encode(value: Any) -> bytes:
-    """Return a msgspec Struct or a plain Python value as JSON bytes."""
+    """Return a msgspec Struct or a plain Python value, encoded as JSON bytes."""
     return _encoder.encode(value)
 
 
@@ -58,7 +58,7 @@ def error_response(error: ApiError) -> Response:
 
 
 class ResponseFormatter:
-    """Base of formatters of an endpoint's answers, as one document or as stream events."""
+    """Base of formatters of an endpoint's answers, as one JSON document or as stream events."""
 
     def whole(self, generation: Generation) -> Any:
         """Return the answer of a finished generation as a value that is encoded as JSON."""

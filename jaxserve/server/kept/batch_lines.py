@@ -164,7 +164,7 @@ def _custom_id(text: bytes) -> str | None:
 
 
 class _Head(msgspec.Struct):
-    """Fields of a request's body that are checked before the body is forwarded."""
+    """Model and flags in the body of a batch's request, read before the body is forwarded."""
 
     model: Any = None
     stream: Any = None

@@ -31,7 +31,7 @@ Outputs = tuple[str | None, str | None]
 
 
 class Service(Protocol):
-    """Service that answers requests of batches, with lower priority than all other clients."""
+    """Interface of a service that answers requests of batches, after those of other clients."""
 
     async def answer(
         self, line: batch_lines.Line, owner: str | None = None
@@ -248,7 +248,7 @@ class BatchRun:
                     self._write(batch_lines.output_of(line.custom_id, None, problem))
 
     def name_outputs(self) -> Outputs:
-        """Return new file ids for the output file and the error file, None for an empty file."""
+        """Return new file ids for the batch's output file and error file, None for an empty one."""
         good, bad = (
             f"file-{uuid4().hex}" if path.exists() and path.stat().st_size else None
             for path in self._paths

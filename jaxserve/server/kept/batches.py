@@ -239,7 +239,10 @@ class Batches:
         record.batch.errors = problems
 
     async def _end(self, record: BatchRecord) -> None:
-        """Set the final status and its time in a batch, and store the batch's record."""
+        """Set the final status of a batch and the time of its end, and store the batch's record.
+
+        The status is "failed", "cancelled", "expired" or "completed". A failure to write is logged.
+        """
         batch, now = record.batch, int(time.time())
         if batch.errors is not None:
             batch.status, batch.failed_at = "failed", now

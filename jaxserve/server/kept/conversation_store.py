@@ -96,7 +96,7 @@ class Conversation:
         return list(self._items)
 
     def input_items(self) -> list[InputItem]:
-        """Return the conversation's items as input items of a response, the oldest first."""
+        """Return the conversation's items as `InputItem` objects, the first added item first."""
         return [_item.decode(text) for text in self._items.values()]
 
 

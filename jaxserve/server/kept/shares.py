@@ -13,7 +13,7 @@ Owner = str | None
 
 
 class Entry(Protocol):
-    """Object that `Shares` can hold, with its owner and the start of its age."""
+    """Interface of objects in `Shares`: owner, start of the age, and whether they must stay."""
 
     owner: Owner  # API key of the client, or None if the server has no keys
 
@@ -69,7 +69,7 @@ class Shares(Generic[E]):
         return self._bytes.total()
 
     def entry(self, owner: Owner, name: str) -> E | None:
-        """Return the entry of an owner with the id `name`, or None."""
+        """Return the entry of an owner with the id `name`, or None if there is none."""
         return self._entries.get(owner, {}).get(name)
 
     def put(self, name: str, entry: E) -> None:

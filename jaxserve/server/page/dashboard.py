@@ -47,7 +47,10 @@ class CompletionRow(msgspec.Struct, array_like=True):
 
 
 class Pages(msgspec.Struct):
-    """Map of the pages of a KV cache, with the numbers of held, shared and cached pages."""
+    """Map of the pages of a KV cache, with the numbers of held, shared and cached pages.
+
+    The map is a list of runs: a code for the state of the pages, and a number of cells.
+    """
 
     total: int  # number of pages
     held: int  # pages with a holder
@@ -179,7 +182,10 @@ def take_snapshot(model: ServedModel) -> Snapshot:
 
 
 class Dashboard:
-    """Endpoint of the dashboard's events. All its clients share the snapshots of an engine."""
+    """Endpoint of the dashboard's events. All its clients share the snapshots of an engine.
+
+    The number of open streams is limited to MAX_WATCHERS.
+    """
 
     def __init__(self) -> None:
         self._snapshots: dict[ServedModel, tuple[float, asyncio.Future[bytes]]] = {}

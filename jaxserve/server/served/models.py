@@ -311,7 +311,7 @@ class Models:
         self._by_name = {name: model for model in self.all for name in model.names}
 
     def close(self) -> None:
-        """Stop the engines of all models. This ends their requests and frees the devices."""
+        """Stop the engines of all served models. This ends their requests and frees devices."""
         for model in self.all:
             model.llm.close()
 

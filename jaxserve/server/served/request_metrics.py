@@ -40,7 +40,7 @@ REASONS = ("stop", "length", "abort", "error")
 
 
 def vllm_tokens(most: int) -> tuple[float, ...]:
-    """Return the bounds of vLLM's token buckets: 1, 2, 5, 10, 20 and so on up to `most`."""
+    """Return a tuple of the bounds of vLLM's token buckets: 1, 2, 5, 10, 20, ... up to `most`."""
     steps = (mantissa * 10.0**power for power in count() for mantissa in (1, 2, 5))
     return tuple(takewhile(lambda step: step <= most, steps))
 
