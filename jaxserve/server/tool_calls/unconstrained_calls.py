@@ -31,13 +31,10 @@ class UnconstrainedCalls:
     """Reader of the tool calls in a complete answer that was generated without a grammar.
 
     A call that cannot be read is content up to its end, or up to the end of the text if the call
-    has no end. No call is read within such a call. The whole text is content if the text after a
-    call contains a closing marker without its opening marker, since the calls may then be quoted
-    within another call.
+    has no end. No call is read within such a call. The whole text is content if a closing marker
+    without its opening marker follows a call, since the calls may then be a quotation.
 
     Args:
-        form: format of the tool calls.
-        tools: argument schemas of the tools that may be called, by name.
         text: answer text from its first apparent call on.
         num_malformed: number of markers before `text` that did not begin a call.
     """
@@ -101,12 +98,11 @@ class UnconstrainedCalls:
             self._parts.append(_Text(start, end, is_read, is_failed))
 
     def _read_marked(self, start: int, mark: str) -> None:
-        """Read the tool calls after a marker, and append them to `_parts`, as content if they
-        cannot be read.
+        """Append the tool calls after a marker, which has been consumed, to `_parts`.
 
         Args:
-            start: index at which the marker begins.
-            mark: text of the marker, which has been consumed.
+            start: index at which the marker begins. Calls that cannot be read are content from here
+                on.
         """
         source = self._source
         source.settle()
@@ -137,7 +133,7 @@ class UnconstrainedCalls:
         self._read_block(start, inner or mark)
 
     def _read_block(self, start: int, mark: str) -> None:
-        """Read consecutive tool calls and the texts that close them, and append them to `_parts`.
+        """Append consecutive tool calls to `_parts`, and consume the texts that close them.
 
         Args:
             start: index in the text from which the calls become content if they cannot be read.
@@ -197,9 +193,7 @@ class UnconstrainedCalls:
         return False
 
     def _has_end(self, part: _Text) -> bool:
-        """Return whether content contains a closing marker without its opening marker, or the end
-        of a call.
-        """
+        """Return whether content has an unmatched closing marker, or the end of a tool call."""
         form, text = self._form, self._source.text[part.start : part.end]
         is_bare = isinstance(form.body, BracedCall)  # its last value may have no tags
         if (part.is_failed or is_bare) and any(end in text for end in call_ends(form)):
@@ -219,7 +213,7 @@ class UnconstrainedCalls:
 
 
 def pairs_of(form: CallFormat) -> tuple[tuple[str, str], ...]:
-    """Return the (opening, closing) markers of a call format that must balance, except code
+    """Return the (opening, closing) markers of a call format that must balance, without code
     fences.
     """
     pairs = [(form.mark, form.close), form.section, *form.others]
@@ -230,16 +224,16 @@ def pairs_of(form: CallFormat) -> tuple[tuple[str, str], ...]:
 
 
 def call_ends(form: CallFormat) -> tuple[str, ...]:
-    """Return the texts that end a tool call or a list of calls in a format, except code fences."""
+    """Return the texts that end a tool call or a list of calls in a format, without code fences."""
     body_end = form.body.end if isinstance(form.body, TagCall) else ""
     ends = (*form.closes, form.section[1], body_end)
     return tuple(end for end in ends if end and "```" not in end)
 
 
 def inner_mark(source: text_feed.TextFeed, form: CallFormat, mark: str) -> text_feed.Reading[str]:
-    """Consume the marker of the first tool call after a section marker, and return the former.
+    """Consume and return the marker of the first tool call after the section marker `mark`.
 
-    The result is "" if the format has no sections, or if `mark` is the marker of a call itself.
+    The result is "" if `mark` is not a section marker but the marker of a call itself.
 
     Raises:
         IncompleteCall: the text ended within the marker of the call.
@@ -259,9 +253,7 @@ def inner_mark(source: text_feed.TextFeed, form: CallFormat, mark: str) -> text_
 
 
 def open_list(source: text_feed.TextFeed, form: CallFormat) -> text_feed.Reading[None]:
-    """Consume the bracket "[" before a list of tool calls, if the format has one and it comes
-    next.
-    """
+    """Consume the "[" before a list of tool calls, if the format has one and it comes next."""
     if form.is_array and not form.is_python:
         yield from source.skip_space()
         yield from source.takes("[")
@@ -294,7 +286,7 @@ def close_of(form: CallFormat, mark: str) -> str:
 def take_closes(source: text_feed.TextFeed, form: CallFormat, mark: str) -> text_feed.Reading[bool]:
     """Consume the texts that close tool calls after the marker `mark`, as far as they come next.
 
-    Return whether the end marker of the section around the calls was among them.
+    Return whether the end marker of the section around the calls was one of them.
     """
     close = close_of(form, mark)
     if form.is_array and not form.is_python:
