@@ -94,7 +94,7 @@ class CallReader:
     def _read_unmarked(self) -> text_feed.Reading[None]:
         """Read tool calls at the beginning of an answer in a format whose marker is optional.
 
-        If the answer begins with neither a marker nor a bracket, nothing is consumed.
+        Nothing is consumed if the answer begins with the marker, or without the bracket of a call.
         """
         source = self._source
         yield from source.skip_space()
@@ -242,7 +242,7 @@ class CallReader:
         Return True, also for a call that a token limit cut within its arguments.
 
         Raises:
-            FormatMismatch: the text ends before the arguments.
+            FormatMismatch: the text before the arguments is incomplete or of another format.
         """
         source, finder = self._source, EndFinder()
         name, number = yield from body.read_head(source)
