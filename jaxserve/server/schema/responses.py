@@ -52,7 +52,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class CountInputRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/responses/input_tokens: the input whose tokens are counted, without
+    """Body of POST /v1/responses/input_tokens, whose tokens are counted regardless of
     `truncation`.
     """
 
@@ -122,7 +122,7 @@ _SAME = tuple(
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Check the number and the size of the metadata entries of a request.
+    """Check the metadata of a request.
 
     Raises:
         InvalidRequest: there are too many entries, or entries that are too long.
@@ -246,9 +246,11 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 
 def _append(messages: list[openai.ChatMessage], item: InputItem) -> None:
-    """Convert an item of a responses request to a chat message, and append it to `messages`.
+    """Append an item to the chat messages. A tool call joins the assistant message before it, if
+    any.
 
-    A tool call, and text after it, join the assistant message before them, if there is one.
+    Raises:
+        InvalidRequest: the item has an unsupported type, or lacks a field.
     """
     kind = item.type
     if kind == "message":
