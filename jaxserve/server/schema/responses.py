@@ -140,8 +140,7 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
 
 
 def items_of(body: CountInputRequest) -> list[InputItem]:
-    """Return the `input` of a responses request as a list of items. A string becomes one user
-    message.
+    """Return the `input` of a responses request as a list. A string becomes one user message.
 
     Raises:
         InvalidRequest: the input is empty.
@@ -152,10 +151,10 @@ def items_of(body: CountInputRequest) -> list[InputItem]:
 
 
 def check_served(items: list[InputItem], field: str) -> None:
-    """Check that each item of a responses request can be part of a conversation.
+    """Check that each item can be part of a conversation.
 
     Raises:
-        InvalidRequest: an item has an unsupported type, or lacks a field. The error names `field`.
+        InvalidRequest: an item of `field` has an unsupported type, or lacks a field.
     """
     try:
         for item in items:
@@ -246,12 +245,7 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 
 def _append(messages: list[openai.ChatMessage], item: InputItem) -> None:
-    """Append an item to the chat messages. A tool call joins the assistant message before it, if
-    any.
-
-    Raises:
-        InvalidRequest: the item has an unsupported type, or lacks a field.
-    """
+    """Append an item to the chat messages. A call joins the assistant message before it, if any."""
     kind = item.type
     if kind == "message":
         last = messages[-1] if messages else None
