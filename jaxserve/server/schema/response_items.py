@@ -24,9 +24,7 @@ _ID_PREFIXES = {
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """Item of a conversation in the responses API; `schema.responses` defines the supported
-    types.
-    """
+    """Item of a conversation in the responses API; `schema.responses` has the supported types."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -43,9 +41,7 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """Tool that may be called: a function, a custom tool with text input, or a namespace of
-    tools.
-    """
+    """Tool that may be called: a function, a custom tool with text input, or a namespace."""
 
     type: str
     name: str | None = None
@@ -141,7 +137,7 @@ class ResponsesUsage(msgspec.Struct):
 
 
 class RawMessage(msgspec.Struct):
-    """Prompt or answer as text with special tokens and as token ids, under vLLM's field names."""
+    """Prompt or answer as text with special tokens and as token ids, in vLLM's form."""
 
     message: str
     tokens: list[int]
@@ -149,9 +145,7 @@ class RawMessage(msgspec.Struct):
 
 
 class ResponsesResponse(msgspec.Struct, kw_only=True):
-    """Answer of POST /v1/responses: the output items, status, token counts, and settings of the
-    request.
-    """
+    """Answer of POST /v1/responses: output items, token counts, and settings of the request."""
 
     id: str
     created_at: int
@@ -190,7 +184,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
 
 
 class InputItems(msgspec.Struct):
-    """Answer of GET /v1/responses/{response_id}/input_items: one page of the list of items."""
+    """Answer of GET /v1/responses/{response_id}/input_items: a page of the list of items."""
 
     data: list[dict[str, Any]]
     first_id: str | None
@@ -215,9 +209,7 @@ class DeletedResponse(msgspec.Struct):
 
 
 def shown_items(items: Iterable[InputItem], taken: Container[str] = ()) -> list[dict[str, Any]]:
-    """Return items as dicts for lists in answers, each with an id that is unique and not in
-    `taken`.
-    """
+    """Return items as dicts for an answer, each with an id that is unique and not in `taken`."""
     shown: dict[str, dict[str, Any]] = {}
     for item in items:
         name = item.id
@@ -228,9 +220,7 @@ def shown_items(items: Iterable[InputItem], taken: Container[str] = ()) -> list[
 
 
 def _shown_item(item: InputItem) -> dict[str, Any]:
-    """Return an item as a dict without its id, with a status, and with content as a list of
-    parts.
-    """
+    """Return an item as a dict with a status and with content as a list of parts, without id."""
     kind = item.type
     shown: dict[str, Any] = {"type": kind, "status": item.status or "completed"}
     if kind == "message":
@@ -276,15 +266,13 @@ class ConversationRequest(msgspec.Struct, kw_only=True):
 
 
 class ConversationUpdate(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/conversations/{conversation_id}, which replaces the metadata."""
+    """Body of POST /v1/conversations/{conversation_id}: metadata that replaces the old ones."""
 
     metadata: dict[str, str]
 
 
 class ConversationItems(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/conversations/{conversation_id}/items, which appends items to a
-    conversation.
-    """
+    """Body of POST /v1/conversations/{conversation_id}/items, with the items to append."""
 
     items: list[InputItem]
 
