@@ -44,10 +44,14 @@ _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 
 
 def check_tokenizer_files(directory: Path, vocab_size: int) -> bool:
-    """Check the sizes of the values in a folder's tokenizer files.
+    """Check the sizes of tokenizer files, and of the values in them, before they are loaded.
+
+    Args:
+        directory: folder of the files.
+        vocab_size: number of the model's logits.
 
     Returns:
-        Whether tokenizer.json has rules with which a text may make the library panic.
+        Whether tokenizer.json has rules by which a text may make the tokenizers library panic.
 
     Raises:
         CheckpointError: a size exceeds its limit, or tokenizer.json is not a JSON object.
@@ -75,10 +79,11 @@ def check_tokenizer_files(directory: Path, vocab_size: int) -> bool:
 def check_listed_words(
     words: Listing[str], added: Iterable[str], num_merges: int, vocab_size: int | None
 ) -> None:
-    """Check the sizes of a vocabulary listed in a GGUF file.
+    """Check the sizes of a tokenizer's vocabulary in a GGUF file.
 
     Args:
-        added: texts whose prefixes are looked up or stored, so that the sum of squared lengths is
+        words: all tokens of the vocabulary.
+        added: tokens whose prefixes are looked up or stored, so that the sum of squared lengths is
             limited.
         vocab_size: number of the model's logits, None if unknown.
 
@@ -100,7 +105,11 @@ def _check_bytes(path: Path, most: int) -> None:
 
 
 def _check_config(path: Path, most: int) -> None:
-    """Check a file other than tokenizer.json. Transformers reports errors if it is not JSON."""
+    """Check the added tokens in a JSON file other than tokenizer.json. Invalid JSON is ignored.
+
+    Raises:
+        CheckpointError: more than `most` tokens are added, or they are too long.
+    """
     try:
         loaded = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -116,7 +125,9 @@ def _check_config(path: Path, most: int) -> None:
 
 
 def _texts_of(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the texts of tokens that a configuration adds."""
+    """Yield the texts of the tokens that the content of tokenizer_config.json or a similar file
+    adds.
+    """
     listed = config.get("added_tokens_decoder")
     values = list(listed.values()) if isinstance(listed, dict) else []
     for name, value in config.items():
@@ -131,7 +142,9 @@ def _texts_of(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_tokenizer(raw: bytes, most: int) -> bool:
-    """Check the content of a tokenizer.json. Return whether a text may make the library panic.
+    """Check the content of a tokenizer.json.
+
+    Return whether its rules allow a text that makes the tokenizers library panic.
 
     Raises:
         CheckpointError: a size exceeds its limit. The message does not name the file.
@@ -200,7 +213,13 @@ def _check_added(tokens: Iterable[str], most: int) -> None:
 
 
 def _check_part(name: str, part: Any, steps: int = MAX_STEPS) -> None:
-    """Check the number of steps of a part, and the length of the texts in it."""
+    """Check the number of steps, and the length of the texts, in a part of a tokenizer.json.
+
+    The normalizer's `precompiled_charsmap` is checked, too, and removed.
+
+    Raises:
+        CheckpointError: a limit is exceeded. The message has the part's `name`.
+    """
     num_steps = 0
     for value in nodes(part):
         if isinstance(value, dict):
@@ -219,7 +238,11 @@ def _check_part(name: str, part: Any, steps: int = MAX_STEPS) -> None:
 
 
 def _check_charsmap(name: str, charsmap: Any) -> None:
-    """Check the structure of SentencePiece's character table: size of the trie, the trie, UTF-8."""
+    """Check the structure of SentencePiece's character table, which a normalizer has in base64.
+
+    Raises:
+        CheckpointError: the size of its trie, the trie itself, or its UTF-8 text is invalid.
+    """
     try:
         if not isinstance(charsmap, str) or len(charsmap) > _MAX_CHARSMAP_CHARS:
             raise ValueError(f"no text of at most {_MAX_CHARSMAP_CHARS} characters")
@@ -235,7 +258,11 @@ def _check_charsmap(name: str, charsmap: Any) -> None:
 
 
 def _check_template(part: Any) -> None:
-    """Check the number of tokens that a post-processor template adds around a text."""
+    """Check the number of tokens that a post-processor of a tokenizer.json adds around a text.
+
+    Raises:
+        CheckpointError: the number exceeds its limit, or an added token is not defined.
+    """
     for value in nodes(part):
         if not isinstance(value, dict) or not isinstance(value.get("special_tokens"), dict):
             continue
@@ -255,10 +282,11 @@ def _check_template(part: Any) -> None:
 
 
 def _check_model(model: dict[str, Any], merges: memoryview) -> None:
-    """Check the settings and merges of a tokenizer's model.
+    """Check the settings and merges of the model in a tokenizer.json.
 
-    With a continuing_subword_prefix, the library cuts as many bytes as the prefix has from the
-    second part of each merge. The part must have them, and the cut may not split a character.
+    With a continuing_subword_prefix, the tokenizers library cuts as many bytes as the prefix has
+    from the second part of each merge. The part must have as many bytes, and the cut may not split
+    a character.
 
     Raises:
         CheckpointError: a merge does not allow the cut, or a setting is out of its bounds.
