@@ -53,10 +53,14 @@ _BLANK = "▁"  # how SentencePiece vocabularies write a space
 def gguf_tokenizer(
     metadata: Mapping[str, Any], where: str, vocab_size: int | None = None
 ) -> PlainTokenizer:
-    """Return the tokenizer described by the metadata of a GGUF file.
+    """Return the tokenizer that the metadata of a GGUF file describes.
+
+    Args:
+        where: name of the file in error messages.
+        vocab_size: number of the model's logits, None if unknown.
 
     Raises:
-        CheckpointError: the tokenizer is missing, of an unknown kind, or inconsistent.
+        CheckpointError: the tokenizer is missing, of an unsupported kind, or inconsistent.
     """
     try:
         with LibraryCalls():
@@ -68,10 +72,10 @@ def gguf_tokenizer(
 
 
 def save_tokenizer(metadata: Mapping[str, Any], where: str, folder: Path) -> None:
-    """Write the tokenizer of a GGUF file to a folder, in Transformers' file format.
+    """Write the tokenizer of a GGUF file to a folder, as tokenizer files of Transformers.
 
     Raises:
-        CheckpointError: see `gguf_tokenizer`.
+        CheckpointError: the tokenizer is missing, of an unsupported kind, or inconsistent.
     """
     plain = gguf_tokenizer(metadata, where)
     transformers = importlib.import_module("transformers")
@@ -123,7 +127,9 @@ def _tokenizer(metadata: Mapping[str, Any], vocab_size: int | None) -> PlainToke
 
 
 def _kind(metadata: Mapping[str, Any]) -> str:
-    """Return the kind of the vocabulary."""
+    """Return the kind of a GGUF file's vocabulary: "gpt2" (byte-level) or "llama"
+    (SentencePiece).
+    """
     kind: Any = metadata.get("tokenizer.ggml.model")
     if kind in _MISSING:
         raise CheckpointError(
@@ -139,9 +145,9 @@ def _kind(metadata: Mapping[str, Any]) -> str:
 
 
 def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[int]:
-    """Return the type of each token. Tokens that end answers count as control tokens.
+    """Return the GGUF type of each token. A token whose text ends answers is a control token.
 
-    Files often give them a wrong type.
+    Files often have a wrong type for such tokens.
     """
     lists = {name: _plain(metadata.get(f"tokenizer.ggml.{name}")) for name in _PER_TOKEN}
     sizes = {name: len(value) for name, value in lists.items() if isinstance(value, list)}
@@ -156,7 +162,7 @@ def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[in
 
 
 def _split(metadata: Mapping[str, Any]) -> TextSplit:
-    """Return how a byte-level vocabulary splits text before merging."""
+    """Return the rules by which a byte-level vocabulary splits text into words before merging."""
     name = metadata.get("tokenizer.ggml.pre")
     if not name:
         _log.warning("tokenizer.ggml.pre is missing: text is split as llama.cpp does by default")
@@ -175,10 +181,11 @@ def _split(metadata: Mapping[str, Any]) -> TextSplit:
 
 
 def _byte_level(merges: Any, tokens: list[str], types: list[int], split: TextSplit) -> Tokenizer:
-    """Return a tokenizer of a byte-level BPE vocabulary.
+    """Return a tokenizer of a byte-level BPE vocabulary with the given merges and rules for words.
 
-    Whole tokens keep their spelling. Other tokens with characters outside the byte alphabet, which
-    encoding never produces, are respelled in bytes so that they decode correctly.
+    Control and user-defined tokens keep their spelling. Other tokens with characters outside the
+    byte alphabet, which encoding never produces, are respelled in bytes so that they decode
+    correctly.
     """
     letters = byte_letters()
     alphabet = set(letters)
@@ -256,7 +263,7 @@ def _merges(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, st
 def _add_whole(
     backend: Tokenizer, tokens: list[str], types: list[int], named: set[str], *, strips: bool
 ) -> None:
-    """Add the tokens that are recognized as whole texts: special and user-defined ones.
+    """Add special and user-defined tokens to a tokenizer, which recognizes them as whole texts.
 
     Args:
         named: tokens that the file names as beginning of sequence and so on, which are special

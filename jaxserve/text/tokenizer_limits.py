@@ -44,11 +44,7 @@ _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 
 
 def check_tokenizer_files(directory: Path, vocab_size: int) -> bool:
-    """Check the sizes of tokenizer files, and of the values in them, before they are loaded.
-
-    Args:
-        directory: folder of the files.
-        vocab_size: number of the model's logits.
+    """Check the sizes of the tokenizer files in a folder, and of the values in them.
 
     Returns:
         Whether tokenizer.json has rules by which a text may make the tokenizers library panic.
@@ -83,8 +79,7 @@ def check_listed_words(
 
     Args:
         words: all tokens of the vocabulary.
-        added: tokens whose prefixes are looked up or stored, so that the sum of squared lengths is
-            limited.
+        added: tokens whose prefixes are stored, so that the sum of squared lengths is limited.
         vocab_size: number of the model's logits, None if unknown.
 
     Raises:
@@ -105,10 +100,8 @@ def _check_bytes(path: Path, most: int) -> None:
 
 
 def _check_config(path: Path, most: int) -> None:
-    """Check the added tokens in a JSON file other than tokenizer.json. Invalid JSON is ignored.
-
-    Raises:
-        CheckpointError: more than `most` tokens are added, or they are too long.
+    """Raise CheckpointError if a JSON file adds too many or too long tokens. Invalid JSON is
+    ignored.
     """
     try:
         loaded = json.loads(path.read_bytes())
@@ -142,9 +135,7 @@ def _texts_of(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_tokenizer(raw: bytes, most: int) -> bool:
-    """Check the content of a tokenizer.json.
-
-    Return whether its rules allow a text that makes the tokenizers library panic.
+    """Check the JSON text of a tokenizer.json. Return whether a text may make the library panic.
 
     Raises:
         CheckpointError: a size exceeds its limit. The message does not name the file.
@@ -213,12 +204,9 @@ def _check_added(tokens: Iterable[str], most: int) -> None:
 
 
 def _check_part(name: str, part: Any, steps: int = MAX_STEPS) -> None:
-    """Check the number of steps, and the length of the texts, in a part of a tokenizer.json.
+    """Raise CheckpointError if a part of a tokenizer.json has too many steps or too long texts.
 
     The normalizer's `precompiled_charsmap` is checked, too, and removed.
-
-    Raises:
-        CheckpointError: a limit is exceeded. The message has the part's `name`.
     """
     num_steps = 0
     for value in nodes(part):
@@ -238,10 +226,10 @@ def _check_part(name: str, part: Any, steps: int = MAX_STEPS) -> None:
 
 
 def _check_charsmap(name: str, charsmap: Any) -> None:
-    """Check the structure of SentencePiece's character table, which a normalizer has in base64.
+    """Raise CheckpointError if a normalizer's table of characters (base64) has an invalid
+    structure.
 
-    Raises:
-        CheckpointError: the size of its trie, the trie itself, or its UTF-8 text is invalid.
+    It consists of the size of a trie, the trie, and UTF-8 text.
     """
     try:
         if not isinstance(charsmap, str) or len(charsmap) > _MAX_CHARSMAP_CHARS:
@@ -258,11 +246,7 @@ def _check_charsmap(name: str, charsmap: Any) -> None:
 
 
 def _check_template(part: Any) -> None:
-    """Check the number of tokens that a post-processor of a tokenizer.json adds around a text.
-
-    Raises:
-        CheckpointError: the number exceeds its limit, or an added token is not defined.
-    """
+    """Raise CheckpointError if a post-processor adds too many or undefined tokens around a text."""
     for value in nodes(part):
         if not isinstance(value, dict) or not isinstance(value.get("special_tokens"), dict):
             continue
@@ -285,8 +269,8 @@ def _check_model(model: dict[str, Any], merges: memoryview) -> None:
     """Check the settings and merges of the model in a tokenizer.json.
 
     With a continuing_subword_prefix, the tokenizers library cuts as many bytes as the prefix has
-    from the second part of each merge. The part must have as many bytes, and the cut may not split
-    a character.
+    from the second part of each merge. The part must have them, and the cut may not split a
+    character.
 
     Raises:
         CheckpointError: a merge does not allow the cut, or a setting is out of its bounds.
