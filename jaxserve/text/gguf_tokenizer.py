@@ -53,11 +53,8 @@ _BLANK = "▁"  # how SentencePiece vocabularies write a space
 def gguf_tokenizer(
     metadata: Mapping[str, Any], where: str, vocab_size: int | None = None
 ) -> PlainTokenizer:
-    """Return the tokenizer that the metadata of a GGUF file describes.
-
-    Args:
-        where: name of the file in error messages.
-        vocab_size: number of the model's logits, None if unknown.
+    """Return the tokenizer that the metadata of a GGUF file describes. Errors name the file
+    `where`.
 
     Raises:
         CheckpointError: the tokenizer is missing, of an unsupported kind, or inconsistent.
@@ -145,9 +142,8 @@ def _kind(metadata: Mapping[str, Any]) -> str:
 
 
 def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[int]:
-    """Return the GGUF type of each token. A token whose text ends answers is a control token.
-
-    Files often have a wrong type for such tokens.
+    """Return the GGUF type of each token: control for a token that ends answers, whatever the file
+    says.
     """
     lists = {name: _plain(metadata.get(f"tokenizer.ggml.{name}")) for name in _PER_TOKEN}
     sizes = {name: len(value) for name, value in lists.items() if isinstance(value, list)}
@@ -213,9 +209,9 @@ def _with_scores(
     """Return a tokenizer of a SentencePiece vocabulary, and its tokens in their internal spelling.
 
     Files contain scores instead of merges: a token can be merged from any two others, the best
-    score first. Gemma's scores are not usable: its order is that of the file, except that in Gemma
-    3 the longest runs of spaces come first. Files contain these runs as real spaces, and
-    tokenizer.json as U+2581.
+    score first. Gemma's scores are not usable: its tokens merge in the order of the file, except
+    that in Gemma 3 the longest runs of spaces come first. Files contain these runs as real spaces,
+    and tokenizer.json as U+2581.
     """
     scores: list[float] = _plain(metadata["tokenizer.ggml.scores"])
     architecture = str(metadata["general.architecture"])

@@ -406,11 +406,8 @@ class _Writer:
 
 
 def from_older(tag: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the older form of a structural tag (`structures`, `triggers`) to a format, and return
-    it.
-
-    Raises:
-        ValueError: a field is missing or has the wrong type.
+    """Return the format that the older form of a structural tag (`structures`, `triggers`)
+    describes.
     """
     structures = list_field(tag, "structures")
     if not structures or not all(isinstance(entry, Mapping) for entry in structures):
@@ -428,11 +425,7 @@ def from_older(tag: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_field(form: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    """Return the string in the field `name` of a format, or `default` if the field is missing.
-
-    Raises:
-        ValueError: the value is not a string.
-    """
+    """Return the string field `name` of a format, which is `default` if it is missing."""
     value = form.get(name, default)
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a text")
@@ -440,9 +433,7 @@ def text_field(form: Mapping[str, Any], name: str, default: str | None = None) -
 
 
 def list_field(form: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the list in the field `name` of a format. Raise ValueError if the value is not a
-    list.
-    """
+    """Return the list field `name` of a format. Raise ValueError if it is not a list."""
     value = form.get(name)
     if not isinstance(value, list):
         raise ValueError(f"{name} must be a list")
@@ -450,11 +441,7 @@ def list_field(form: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def texts_field(form: Mapping[str, Any], name: str) -> list[str]:
-    """Return the list of non-empty strings in the field `name` of a format, [] without the field.
-
-    Raises:
-        ValueError: the value is of another type.
-    """
+    """Return the field `name` of a format, a list of non-empty strings, [] if it is missing."""
     value = form.get(name, [])
     if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
         raise ValueError(f"{name} must be a list of texts that are not empty")
@@ -462,10 +449,8 @@ def texts_field(form: Mapping[str, Any], name: str) -> list[str]:
 
 
 def flag_field(form: Mapping[str, Any], name: str) -> bool:
-    """Return the boolean in the field `name` of a format, False without the field.
-
-    Raises:
-        ValueError: the value is not a boolean.
+    """Return the boolean field `name` of a format, False if it is missing. Raise ValueError
+    otherwise.
     """
     value = form.get(name, False)
     if not isinstance(value, bool):
@@ -474,10 +459,8 @@ def flag_field(form: Mapping[str, Any], name: str) -> bool:
 
 
 def number_field(form: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Return the integer in the field `name` of a format.
-
-    Raises:
-        ValueError: the value is not an integer from `low` to `high`.
+    """Return the integer field `name` of a format. Raise ValueError if it is not in `low` to
+    `high`.
     """
     value = form.get(name)
     if type(value) is not int or not low <= value <= high:
@@ -486,7 +469,9 @@ def number_field(form: Mapping[str, Any], name: str, low: int, high: int) -> int
 
 
 def content_field(form: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the format in the field `content` of a format. Raise ValueError if there is none."""
+    """Return the format in the field `content` of a format. Raise ValueError if it is not an
+    object.
+    """
     content = form.get("content")
     if not isinstance(content, Mapping):
         raise ValueError("content must be a format, an object with a type")
@@ -494,10 +479,8 @@ def content_field(form: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def elements_field(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the list of formats in the field `elements` of a format.
-
-    Raises:
-        ValueError: the list is missing or empty, or an element is not an object.
+    """Return the list of formats in the field `elements` of a format. Raise ValueError if it is
+    empty.
     """
     elements = list_field(form, "elements")
     if not elements or not all(isinstance(element, Mapping) for element in elements):
@@ -506,11 +489,7 @@ def elements_field(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def tags_field(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the list of tags in the field `tags` of a format.
-
-    Raises:
-        ValueError: the list is missing or empty, or an element is not a tag.
-    """
+    """Return the list of tags in the field `tags` of a format. Raise ValueError if it is empty."""
     tags = list_field(form, "tags")
     if not tags or not all(isinstance(t, Mapping) and t.get("type", "tag") == "tag" for t in tags):
         raise ValueError("tags must be a list of tags, at least one")
