@@ -449,9 +449,7 @@ def texts_field(form: Mapping[str, Any], name: str) -> list[str]:
 
 
 def flag_field(form: Mapping[str, Any], name: str) -> bool:
-    """Return the boolean field `name` of a format, False if it is missing. Raise ValueError
-    otherwise.
-    """
+    """Return the boolean field `name` of a format, False if it is missing. Refuse other types."""
     value = form.get(name, False)
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false")
