@@ -116,7 +116,9 @@ class Detokenizer:
         return True
 
     def take(self) -> str:
-        """Return the new text since the last call, without text that may begin a stop string."""
+        """Return the text that was decoded since the last call, without a part that may begin a
+        stop string.
+        """
         end = len(self.text)
         if self.stop is None and self._stops is not None:
             start = max(self._held_from, self._search_from)

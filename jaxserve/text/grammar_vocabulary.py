@@ -116,7 +116,10 @@ class _Entries:
             self._forget(number)
 
     def write(self) -> None:
-        """Write the vocabulary entries back to the model, without the merges of removed entries."""
+        """Write the entries back to the `model` object of the tokenizer.json.
+
+        Merges of removed entries are removed, too.
+        """
         if isinstance(self._model["vocab"], list):
             worst = min(self._scores.values(), default=0.0) - 100.0
             self._model["vocab"] = [

@@ -112,11 +112,10 @@ class PromptEncoder:
             return [token for piece in pieces for token in self.encode(piece, False)]
 
     def _joined(self, text: str, mark: str) -> list[int]:
-        """Return the token ids of a text whose pieces are joined by a separator, as if it were not
-        there.
+        """Return the token ids of the text that consists of some pieces, joined by a separator.
 
-        Parts of the text with a separator, or with data that became an added token, are encoded
-        without added tokens.
+        The separator has no token ids. Parts of the text with a separator, or with data that became
+        an added token, are encoded without added tokens.
 
         Args:
             text: pieces, joined by `mark`.

@@ -425,7 +425,9 @@ def from_older(tag: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_field(form: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    """Return the string field `name` of a format, which is `default` if it is missing."""
+    """Return the string field `name` of a format, or `default`. Raise ValueError for other
+    types.
+    """
     value = form.get(name, default)
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a text")
@@ -441,7 +443,11 @@ def list_field(form: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def texts_field(form: Mapping[str, Any], name: str) -> list[str]:
-    """Return the field `name` of a format, a list of non-empty strings, [] if it is missing."""
+    """Return the field `name` of a format, a list of non-empty strings, [] if it is missing.
+
+    Raises:
+        ValueError: the field has another type, or contains an empty string.
+    """
     value = form.get(name, [])
     if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
         raise ValueError(f"{name} must be a list of texts that are not empty")
@@ -449,7 +455,7 @@ def texts_field(form: Mapping[str, Any], name: str) -> list[str]:
 
 
 def flag_field(form: Mapping[str, Any], name: str) -> bool:
-    """Return the boolean field `name` of a format, False if it is missing. Refuse other types."""
+    """Return the boolean field `name` of a format, or False. Raise ValueError for other types."""
     value = form.get(name, False)
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false")

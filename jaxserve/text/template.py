@@ -173,11 +173,11 @@ _TOOLS = [
 def read_templates(
     tokenizer: Any, where: str, fit: Callable[[ChatTemplate, Any], ChatTemplate]
 ) -> dict[bool, ChatTemplate]:
-    """Return the chat templates of a tokenizer, for conversations without tools (False) and with
-    tools (True).
+    """Return the chat templates of a tokenizer as a dict: the template for conversations with tools
+    under True, and the one for those without tools under False.
 
-    The mapping is empty without a chat template. It has one entry if a named template serves only
-    one kind of conversation.
+    The dict is empty without a chat template. It has one entry if a named template serves only one
+    kind of conversation.
 
     Args:
         tokenizer: tokenizer of Transformers, or an object with the same methods.

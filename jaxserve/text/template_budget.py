@@ -133,11 +133,12 @@ class Budget:
         raise TemplateTooLong("it nests values too deep")
 
     def listed(self, values: Any) -> Any:
-        """Return an iterable as a list (a list or tuple unchanged), after charging for its
-        elements.
+        """Charge the budget for the elements of an iterable, and return them as a list.
+
+        A list or a tuple is returned unchanged.
 
         Raises:
-            TemplateTooLong: it has more than MAX_ITEMS elements, or the budget is exhausted.
+            TemplateTooLong: there are more than MAX_ITEMS elements, or the budget is exhausted.
         """
         if not isinstance(values, list | tuple):
             values = list(itertools.islice(values, MAX_ITEMS + 1))

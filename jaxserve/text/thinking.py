@@ -88,7 +88,9 @@ class ThinkingConstraint:
         self._settle()
 
     def copy(self) -> ThinkingConstraint:
-        """Return an independent constraint in the same state, for another completion."""
+        """Return an independent copy of the constraint in the same state, for another
+        completion.
+        """
         copied = ThinkingConstraint.__new__(ThinkingConstraint)
         copied.__dict__.update(self.__dict__)
         copied._tail = list(self._tail)

@@ -180,7 +180,7 @@ class Tokenizer:
         return other
 
     def has_template(self, tools: bool) -> bool:
-        """Return whether there is a chat template for conversations with tools, or for those
+        """Return whether there is a chat template for conversations with tools (`tools` True) or
         without.
         """
         return self._template(tools) is not None

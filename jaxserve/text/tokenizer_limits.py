@@ -135,7 +135,10 @@ def _texts_of(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_tokenizer(raw: bytes, most: int) -> bool:
-    """Check the JSON text of a tokenizer.json. Return whether a text may make the library panic.
+    """Check a tokenizer.json. Return whether a text may make the tokenizers library panic.
+
+    Args:
+        raw: content of the file.
 
     Raises:
         CheckpointError: a size exceeds its limit. The message does not name the file.

@@ -249,8 +249,11 @@ class CompletionTokens:
 
 
 def joined(first: CompletionLogprobs | None, then: CompletionLogprobs) -> CompletionLogprobs:
-    """Concatenate the log-probabilities of successive tokens, and return them. `first` may be
-    None.
+    """Return the log-probabilities of two successive groups of tokens as one group.
+
+    Args:
+        first: log-probabilities of the first group, or None.
+        then: log-probabilities of the second group.
     """
     if first is None:
         return then

@@ -151,7 +151,7 @@ def items_of(body: CountInputRequest) -> list[InputItem]:
 
 
 def check_served(items: list[InputItem], field: str) -> None:
-    """Check that each item can be part of a conversation.
+    """Check that each item of a request can be part of a conversation.
 
     Raises:
         InvalidRequest: an item of `field` has an unsupported type, or lacks a field.
@@ -245,7 +245,9 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 
 def _append(messages: list[openai.ChatMessage], item: InputItem) -> None:
-    """Append an item to the chat messages. A call joins the assistant message before it, if any."""
+    """Convert an item to a chat message and append it. A call joins the assistant message before
+    it.
+    """
     kind = item.type
     if kind == "message":
         last = messages[-1] if messages else None

@@ -102,7 +102,7 @@ class JsonCall(CallBody):
         return match[1], None
 
     def read_tail(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:
-        """Consume the brace that closes a tool call after its arguments, if it comes next."""
+        """Consume the "}" that closes a tool call after its arguments, if it comes next."""
         yield from source.skip_space()
         yield from source.takes("}")
 
@@ -237,5 +237,5 @@ Body = JsonCall | HeadedCall | PythonCalls | XmlCall | KeyedCall | BracedCall
 
 
 def all_marks(bodies: Iterable[Body]) -> set[str]:
-    """Return the non-empty markers that the readers of these tool call notations look for."""
+    """Return the set of all non-empty markers that some notations of tool calls look for."""
     return {mark for body in bodies for mark in body.marks if mark}

@@ -49,7 +49,7 @@ class CallLayout:
         self._is_on_lines |= place in _PLACES_IN_CALLS and "\n" in text
 
     def note_gap(self, space: str, on_lines: tuple[str, ...]) -> None:
-        """Record the white space `space` between two tool calls.
+        """Record the white space `space` between two tool calls, and whether it is unusual.
 
         Args:
             on_lines: usual white space between calls whose tags are on lines of their own.
@@ -63,7 +63,7 @@ class CallLayout:
         """Record whether the value of an argument begins and ends with a line break.
 
         If values are on lines of their own, a quoted call shows as one value that begins with a
-        line break and a later value that ends with a line break.
+        line break and a later value that ends with a line break. The layout is then inconsistent.
 
         Args:
             raw: text between the tags of the value.
@@ -127,7 +127,8 @@ class CallContext:
     def may_follow(self, text: str, position: int) -> bool:
         """Return whether the text from index `position` on may follow the end of a tool call.
 
-        White space, an incomplete marker, and the end of the text may always follow.
+        One of the texts in `ends` must come next, after white space, unless the text ends before or
+        within it. Without `ends`, any text may follow.
         """
         if not self.ends:
             return True

@@ -81,8 +81,8 @@ class Dialect:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Ids of gpt-oss's tokens that end an answer beside the checkpoint's. Empty for other
-        models.
+        """Ids of tokens that end an answer beside the checkpoint's own, in gpt-oss only,
+        else [].
         """
         if self.thinking is None or not self.thinking.is_harmony:
             return []

@@ -43,7 +43,7 @@ class BraceReader(literals.Cursor):
 
     @property
     def position(self) -> int:
-        """Index in the text of the next character to read."""
+        """Index in the parsed text of the next character that the parser reads."""
         return self._position
 
     def call(self) -> dict[str, Any]:

@@ -225,7 +225,7 @@ def _joined(group: Messages) -> dict[str, Any]:
 
 
 def _alternating(messages: Messages, apart: dict[str, Any] | None) -> Messages:
-    """Return a conversation of alternating user and assistant turns, after one system message.
+    """Return a conversation in which user and assistant turns alternate after one system message.
 
     Successive messages of the same role are joined.
 

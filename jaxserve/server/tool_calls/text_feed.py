@@ -240,8 +240,7 @@ class TextFeed:
             yield from self.more()
 
     def bracketed(self, python: bool = False) -> Reading[str]:
-        """Consume and return a value in brackets, up to the closing bracket of the one that comes
-        next.
+        """Consume and return the value in brackets that comes next, up to its closing bracket.
 
         Args:
             python: True for Python syntax, False for JSON.

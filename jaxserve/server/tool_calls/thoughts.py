@@ -103,7 +103,7 @@ THINKING_FORMATS: dict[str, ThinkingFormat] = {
 
 
 class ThoughtState(enum.Enum):
-    """State of the model's thoughts at the end of a prompt."""
+    """State of the model's thoughts at the end of a prompt: begun, ended, or neither."""
 
     OPEN = "open"  # the template has written the start marker
     CLOSED = "closed"  # the template has written the end marker

@@ -98,7 +98,7 @@ class UnconstrainedCalls:
             self._parts.append(_Text(start, end, is_read, is_failed))
 
     def _read_marked(self, start: int, mark: str) -> None:
-        """Append the tool calls after a marker, which has been consumed, to `_parts`.
+        """Add the tool calls after a consumed marker to the parts of the answer.
 
         Args:
             start: index at which the marker begins. Calls that cannot be read are content from here
@@ -133,7 +133,8 @@ class UnconstrainedCalls:
         self._read_block(start, inner or mark)
 
     def _read_block(self, start: int, mark: str) -> None:
-        """Append consecutive tool calls to `_parts`, and consume the texts that close them.
+        """Add consecutive tool calls to the parts of the answer, and consume the texts that close
+        them.
 
         Args:
             start: index in the text from which the calls become content if they cannot be read.
