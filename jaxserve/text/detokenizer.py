@@ -116,8 +116,8 @@ class Detokenizer:
         return True
 
     def take(self) -> str:
-        """Return the text that was decoded since the last call, without a part that may begin a
-        stop string.
+        """Return the text that is new since the last call, except a part that may begin a stop
+        string.
         """
         end = len(self.text)
         if self.stop is None and self._stops is not None:

@@ -245,9 +245,7 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 
 def _append(messages: list[openai.ChatMessage], item: InputItem) -> None:
-    """Convert an item to a chat message and append it. A call joins the assistant message before
-    it.
-    """
+    """Append an item to the chat messages. A call joins the assistant message before it, if any."""
     kind = item.type
     if kind == "message":
         last = messages[-1] if messages else None
