@@ -116,9 +116,7 @@ class Detokenizer:
         return True
 
     def take(self) -> str:
-        """Return the text that is new since the last call, except a part that may begin a stop
-        string.
-        """
+        """Return the new text since the last call, except a part that may begin a stop string."""
         end = len(self.text)
         if self.stop is None and self._stops is not None:
             start = max(self._held_from, self._search_from)

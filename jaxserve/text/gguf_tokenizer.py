@@ -243,9 +243,7 @@ def _with_scores(
 
 
 def _merges(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that merge, by best score of the result, then longest left
-    part.
-    """
+    """Return the pairs of tokens that merge, by best score, then by longest left part."""
     # Tokens are usually in order, so sorting is fast.
     tokens = sorted(zip(scores, vocab, strict=True), key=itemgetter(0), reverse=True)
     merges = [
