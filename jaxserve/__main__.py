@@ -7,7 +7,10 @@ from jaxserve.start.interrupts import run_interruptible
 
 
 def main() -> int:
-    """Run the command line, and return its exit status."""
+    """Run the `jaxserve` command with the arguments of `sys.argv`, and return its exit status.
+
+    An interrupt (Ctrl-C) is handled from here on, so that it also ends the imports of the commands.
+    """
     return run_interruptible(_command)
 
 
