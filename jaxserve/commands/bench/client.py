@@ -18,10 +18,16 @@ TIMEOUT_S = 6 * 3600
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Return the times of requests in seconds from the start, drawn as in `vllm bench serve`.
+    """Return the times at which a load sends its requests: ascending seconds from its start.
 
-    Gaps have a gamma distribution with shape `burstiness` (1 is a Poisson process), and are scaled
-    so that the last request is sent after count / rate. An infinite rate sends all at once.
+    Times are drawn as in `vllm bench serve`: gaps have a gamma distribution, and are scaled so that
+    the last request is sent after count / rate.
+
+    Args:
+        count: number of requests.
+        rate: mean number of requests per second. `inf` sends all at once.
+        burstiness: shape of the gamma distribution. 1 is a Poisson process, `inf` gives equal gaps.
+        seed: seed of the random numbers.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -36,7 +42,12 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 
 
 def open_client(target: Target, verify: bool = True) -> httpx2.AsyncClient:
-    """Return a client without a limit of connections, all of which are kept alive."""
+    """Return an HTTP client for a load, with the headers of the target and unlimited connections.
+
+    Args:
+        target: the endpoint of the server.
+        verify: whether to check TLS certificates.
+    """
     return httpx2.AsyncClient(
         headers={"content-type": "application/json", "accept-encoding": "identity"}
         | target.headers,
@@ -47,7 +58,16 @@ def open_client(target: Target, verify: bool = True) -> httpx2.AsyncClient:
 
 
 async def send(client: httpx2.AsyncClient, target: Target, work: Work, start: float) -> Outcome:
-    """Send one request and return its outcome, which also records a failure."""
+    """Send one request of a load, read its answer as a stream, and return the Outcome.
+
+    A failure is stored in the outcome and raises no exception.
+
+    Args:
+        client: the HTTP client.
+        target: the endpoint of the server.
+        work: the request.
+        start: start of the load by `time.perf_counter`, from which `Outcome.sent` counts.
+    """
     outcome = Outcome(work.input_tokens)
     body = target.body(work)
     clock = time.perf_counter()
@@ -80,13 +100,17 @@ async def run_load(
     max_concurrency: int | None = None,
     on_end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Run:
-    """Send each request at its time, wait for all answers, and return their outcomes.
+    """Send each request of a load at its time, wait for all answers, and return the Run.
 
     Args:
+        client: the HTTP client.
+        target: the endpoint of the server.
+        works: the requests.
         times: time of each request, in seconds from the start.
-        max_concurrency: largest number of requests in progress. A further request waits. Its
-            latencies count from its sending, and `lag` is the time that it waited.
-        on_end: called with the outcome of each request.
+        max_concurrency: largest number of requests in progress, None for no limit. A further
+            request waits. Its latencies count from its sending, and `Outcome.lag` is the time that
+            it waited.
+        on_end: called with the outcome of each request when the request has ended.
     """
     places = asyncio.Semaphore(max_concurrency or len(works) or 1)
 

@@ -41,7 +41,13 @@ SAMPLING = (
 
 
 def add_bench(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Declare `jaxserve bench`."""
+    """Add the parser of `jaxserve bench` to the command line, with its four benchmarks.
+
+    The benchmarks are `serve`, `throughput`, `latency` and `startup`.
+
+    Args:
+        add_parser: creates the parser of a subcommand (argparse's `add_parser`).
+    """
     parser = add_parser(
         "bench",
         help="measure a server, or an engine's throughput, latency and starts",
