@@ -7,10 +7,7 @@ from jaxserve.start.interrupts import run_interruptible
 
 
 def main() -> int:
-    """Run the `jaxserve` command with the arguments of `sys.argv`, and return its exit status.
-
-    An interrupt (Ctrl-C) is handled from here on, so that it also ends the imports of the commands.
-    """
+    """Run the `jaxserve` command line with interrupts handled, and return its exit status."""
     return run_interruptible(_command)
 
 

@@ -2,7 +2,7 @@
 
 
 class JaxserveError(Exception):
-    """Base class of all errors that jaxserve raises on purpose."""
+    """Base class of the errors that jaxserve defines."""
 
 
 class InvalidRequest(JaxserveError, ValueError):
@@ -34,18 +34,12 @@ class DeviceError(JaxserveError, RuntimeError):
 
 
 class Overloaded(JaxserveError, RuntimeError):
-    """Error for a request that is refused because the queue of requests is full.
-
-    The caller may send the request again later.
-    """
+    """Error for a request that is refused because the queue is full. It may be sent again later."""
 
 
 class EngineClosed(JaxserveError, RuntimeError):
-    """Error for a call of an engine that was closed, or that was created by another process.
-
-    Such an engine accepts no requests.
-    """
+    """Error for a call of an engine that was closed, or that was created by another process."""
 
 
 class EngineDead(JaxserveError, RuntimeError):
-    """Error for a call of an engine whose loop has ended after an error without recovery."""
+    """Error for a call of an engine that has ended after an unrecoverable error."""

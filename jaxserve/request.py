@@ -68,8 +68,7 @@ class StopStrings:
     def find(self, text: str, start: int, settled: int) -> tuple[int, str] | None:
         """Return the start index and the stop string of the first match in a text, or None.
 
-        The first match has the smallest start index. Of several matches at that index it is the
-        shortest.
+        Of several matches that begin at the smallest index, the shortest is returned.
 
         Args:
             text: the text to search.
@@ -409,16 +408,16 @@ class BeamSearchParams:
     """Settings of a beam search, with vLLM's names.
 
     Args:
-        beam_width: number of sequences that each step keeps and that the result has, 1 to 128.
-            Twice this number may not exceed the engine's `max_logprobs`, because each step compares
-            `2 * beam_width` next tokens of every sequence.
+        beam_width: number of sequences that each step keeps and that the result has, 1 to 128. Each
+            step compares `2 * beam_width` next tokens of every sequence, which must not exceed the
+            engine's `max_logprobs`.
         max_tokens: largest number of generated tokens of a sequence, one per step.
         ignore_eos: continue after the model's end-of-sequence tokens.
         temperature: divides logits if the engine's `logprobs_mode` is a processed one.
         length_penalty: exponent from -16 to 16. The score of a sequence is the sum of its
             log-probabilities divided by (number of generated tokens) ** length_penalty.
-        include_stop_str_in_output: validated without effect. The tokens of a sequence always
-            include the end-of-sequence token that ended it.
+        include_stop_str_in_output: has no effect. The tokens of a sequence always include the
+            end-of-sequence token that ended it.
         skip_special_tokens: whether special tokens are omitted from the text.
         allowed_token_ids: up to 128 token ids that are the only candidates, or None for all tokens.
 

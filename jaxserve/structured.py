@@ -31,7 +31,7 @@ _FORMATS = frozenset(
 class StructuredOutputsParams:
     """The format that the text of an answer must have: one of six kinds, under vLLM's names.
 
-    Exactly one of the first six arguments must be set. The others are options.
+    Exactly one of the first six arguments must be set. All further arguments are options.
 
     Args:
         json: a JSON schema, as text or as a mapping.
@@ -90,10 +90,10 @@ class StructuredOutputsParams:
 
 
 def plain_schema(schema: Any, closes: bool = False) -> Any:
-    """Return a copy of a JSON schema without `format` keywords that the grammar compiler lacks.
+    """Return a copy of a JSON schema without `format` values that the grammar compiler lacks.
 
-    By JSON Schema, an unknown format does not restrict a value. The keywords of all levels are
-    examined, except plain values such as `enum` and `default`.
+    By JSON Schema, an unknown format does not restrict a value. Keywords are examined at all
+    levels, except inside plain values such as `enum` and `default`.
 
     Args:
         schema: a JSON schema, or a value inside one.
@@ -124,11 +124,8 @@ def _object(form: str, noun: str) -> Any:
     """Return a function that validates a JSON object and returns it as JSON text.
 
     The function takes text or a mapping. It raises InvalidRequest if the value is not a JSON
-    object, or exceeds the limits of bytes, entries and levels.
-
-    Args:
-        form: name of the field for error messages, such as "json".
-        noun: description of the expected value for error messages, such as "a JSON schema".
+    object, or exceeds the limits of bytes, entries and levels. Its messages name the field `form`
+    ("json") and the expected value `noun` ("a JSON schema").
     """
 
     def check(value: Any) -> str:
@@ -153,11 +150,9 @@ def _object(form: str, noun: str) -> Any:
 
 
 def _check_size(schema: Any, form: str) -> None:
-    """Raise InvalidRequest if a JSON value has too many levels or too many entries at one place.
+    """Raise InvalidRequest if a decoded JSON value has too many levels, or entries at one place.
 
-    Args:
-        schema: a decoded JSON value.
-        form: name of the field for error messages.
+    `form` is the name of the checked field in the error message.
     """
     level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):

@@ -16,11 +16,9 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def positive_integer(text: str, least: int = 1, most: int | None = None) -> int:
-    """Return the integer that the text of a command-line argument represents.
+    """Return the integer from `least` to `most` that the text of an argument represents.
 
-    Args:
-        text: the text of the argument.
-        least, most: smallest and largest allowed value. None is no upper limit.
+    `most=None` is no upper limit.
 
     Raises:
         ArgumentTypeError: the text is not an integer of this range.
@@ -45,9 +43,6 @@ def some_of(names: Collection[str]) -> Callable[[str], list[str]]:
     """Return an argparse type that converts a comma-separated list of `names` to a list of strings.
 
     Repetitions are removed. The type raises ArgumentTypeError for an unknown name or an empty list.
-
-    Args:
-        names: the allowed names.
     """
 
     def type_(text: str) -> list[str]:
@@ -62,13 +57,9 @@ def some_of(names: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def number_in(least: float, most: float, below: bool = False) -> Callable[[str], float]:
-    """Return an argparse type: a function that converts text to a float within a range.
+    """Return an argparse type that converts text to a float from `least` to `most`.
 
-    The function raises ArgumentTypeError for any other text.
-
-    Args:
-        least, most: bounds of the range, which belong to the range.
-        below: exclude `most` from the range.
+    The type raises ArgumentTypeError for any other text. `below=True` excludes `most`.
     """
 
     def type_(text: str) -> float:
@@ -191,7 +182,7 @@ def header(text: str) -> tuple[str, str]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return the dict that a text of a JSON object represents, or raise ArgumentTypeError."""
+    """Return the dict of a JSON object in a text, or raise ArgumentTypeError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -25,12 +25,9 @@ LINES_A_SLOT = 2
 
 
 def batch_config(**settings: Any) -> ServerConfig:
-    """Return the server settings of `jaxserve run-batch`, without queue limits and deadlines.
+    """Return a ServerConfig with these settings for `jaxserve run-batch`.
 
-    Limits are not needed, since no other client waits. Responses are not stored.
-
-    Args:
-        **settings: further fields of `ServerConfig`.
+    It has no queue limits and deadlines, since no other client waits, and stores no responses.
     """
     return ServerConfig(
         **settings,
@@ -43,12 +40,9 @@ def batch_config(**settings: Any) -> ServerConfig:
 
 
 class FileRun:
-    """The answering of a batch file: requests in progress, and counts of its answered lines.
-
-    Each answer is written to the output file when it is complete.
+    """The answering of a batch file, which writes each answer when it is complete.
 
     Args:
-        client: answers the request of a line.
         sink: the output file, in which each answer is a line of JSON.
         at_once: the most requests in progress.
     """
@@ -64,12 +58,11 @@ class FileRun:
     async def run(self, texts: Iterator[tuple[int, bytes | None]]) -> None:
         """Answer all lines of a batch file, and write the answers in the order of their completion.
 
-        An invalid line or a repeated custom_id gets an error as its answer. Lines are read in a
-        thread, because a pipe may deliver them late.
+        An invalid line or a repeated custom_id gets an error as its answer. A thread reads the
+        lines, because a pipe may deliver them late.
 
         Args:
-            texts: pairs (line number, bytes of the line). The bytes are None for a line that is too
-                long.
+            texts: pairs (line number, bytes of the line, or None if the line is too long).
         """
         async with asyncio.TaskGroup() as group:
             while (line := await asyncio.to_thread(next, texts, None)) is not None:
@@ -109,8 +102,6 @@ def run_batch(specs: Iterable[ModelSpec], config: ServerConfig, source: Path, si
     are loaded, so that a failed start keeps its contents.
 
     Args:
-        specs: the models.
-        config: the settings of the server that answers the requests.
         source: the batch file, a request in JSON per line.
         sink: the output file.
 

@@ -12,11 +12,7 @@ from jaxserve.settings.environment import environment_settings
 
 
 def add_chat(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the parsers of `jaxserve chat` and `jaxserve complete` to the command line.
-
-    Args:
-        add_parser: creates the parser of a subcommand (argparse's `add_parser`).
-    """
+    """Declare the commands `jaxserve chat` and `complete`, with argparse's `add_parser`."""
     about = {
         "chat": ("talk to a running server", "MESSAGE", "answer one message and end"),
         "complete": ("have a running server go on with texts", "PROMPT", "one prompt and end"),
@@ -55,13 +51,7 @@ def add_chat(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def chat(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve chat` or `jaxserve complete`, and return the exit status.
-
-    The status is 1 if the server did not answer, else 0.
-
-    Args:
-        arguments: the parsed command line. `command` is "chat" or "complete".
-    """
+    """Run `jaxserve chat` or `jaxserve complete`. Return 1 if the server did not answer, else 0."""
     module = importlib.import_module("jaxserve.commands.terminal")
     options = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
     key = environment_settings().get("api_key", "").split(",")[0]

@@ -116,10 +116,7 @@ class DroppingFile(io.FileIO):
     """A raw file whose `write` never fails: bytes that cannot be written are discarded."""
 
     def write(self, data: Any, /) -> int:
-        """Write bytes to the file, and return their number even if they could not be written.
-
-        If a pipe is full, the result is the number of written bytes.
-        """
+        """Write bytes and return their number, even if the write fails or would block."""
         size = memoryview(data).nbytes
         try:
             written = super().write(data)
@@ -129,11 +126,11 @@ class DroppingFile(io.FileIO):
 
 
 def settle_streams() -> None:
-    """Make the standard streams of this process usable, even if they were closed at its start.
+    """Open closed standard streams, and make standard error discard output that it cannot write.
 
     Closed descriptors are opened on the null device, because the next opened file would otherwise
-    get their number. Standard error discards output that it cannot write, so that reports of
-    progress do not end a command. Streams that a caller has replaced are not changed.
+    get their number. Reports of progress must not end a command. Streams that a caller has replaced
+    are not changed.
     """
     for number in range(3):
         try:

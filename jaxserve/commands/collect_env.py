@@ -13,11 +13,7 @@ _WIDTH, _INDENT = 100, 13
 
 
 def add_collect_env(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the parser of `jaxserve collect-env` to the command line.
-
-    Args:
-        add_parser: creates the parser of a subcommand (argparse's `add_parser`).
-    """
+    """Declare the command `jaxserve collect-env` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "collect-env",
         help="say what a report of a fault needs: versions, device, limits",

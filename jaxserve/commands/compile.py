@@ -20,11 +20,7 @@ OWN = ("device",)
 
 
 def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the parser of `jaxserve compile` to the command line.
-
-    Args:
-        add_parser: creates the parser of a subcommand (argparse's `add_parser`).
-    """
+    """Declare the command `jaxserve compile` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "compile",
         help="build what a start needs ahead of time",

@@ -16,11 +16,7 @@ FIELDS = ("dtype", "quantization", "tokenizer", "skip_tokenizer_init", "revision
 
 
 def add_convert(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the parser of `jaxserve convert` to the command line.
-
-    Args:
-        add_parser: creates the parser of a subcommand (argparse's `add_parser`).
-    """
+    """Declare the command `jaxserve convert` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "convert",
         help="write a checkpoint that loads without work",

@@ -35,11 +35,7 @@ SAMPLING_FIELDS = (
 
 
 def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the parser of `jaxserve generate` to the command line.
-
-    Args:
-        add_parser: creates the parser of a subcommand (argparse's `add_parser`).
-    """
+    """Declare the command `jaxserve generate` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "generate",
         help="answer prompts and print the answers",

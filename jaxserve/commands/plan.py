@@ -22,11 +22,7 @@ ROWS, CONTEXT = (1, 32, 256), 1024
 
 
 def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the parser of `jaxserve plan` to the command line.
-
-    Args:
-        add_parser: creates the parser of a subcommand (argparse's `add_parser`).
-    """
+    """Declare the command `jaxserve plan` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "plan",
         help="say what fits into a device's memory",

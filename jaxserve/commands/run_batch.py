@@ -22,11 +22,7 @@ SERVER_FIELDS = (
 
 
 def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the parser of `jaxserve run-batch` to the command line.
-
-    Args:
-        add_parser: creates the parser of a subcommand (argparse's `add_parser`).
-    """
+    """Declare the command `jaxserve run-batch` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "run-batch",
         help="answer a batch file of OpenAI's form",

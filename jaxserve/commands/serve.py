@@ -47,11 +47,7 @@ _CLUSTER: dict[str, Any] = {
 
 
 def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the parser of `jaxserve serve` to the command line.
-
-    Args:
-        add_parser: creates the parser of a subcommand (argparse's `add_parser`).
-    """
+    """Declare the command `jaxserve serve` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "serve",
         help="answer OpenAI's HTTP API",
@@ -88,10 +84,10 @@ def _refuse_llama_flags(words: list[str], ours: Container[str]) -> None:
 
 @cache
 def llama_options() -> tuple[dict[str, str], dict[str, str]]:
-    """Return two dicts of the options of llama.cpp's server, both by option.
+    """Return two dicts by option of llama.cpp's server.
 
-    The first has the equivalent options of jaxserve. The second has a reason for each option that
-    jaxserve does not support.
+    The first has the equivalent option of jaxserve. The second has the reason why jaxserve does not
+    support the option.
     """
     rows = table()["llama"]
     here = rows["equivalents"].items()
@@ -243,12 +239,7 @@ def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfi
 
 
 def _follow(spec: ModelSpec, is_verbose: bool) -> int:
-    """Run this host's part of an engine with several hosts until the leader ends, and return 0.
-
-    Args:
-        spec: the model, with the `node_rank` of this host.
-        is_verbose: report the start in detail.
-    """
+    """Run this host's part of an engine (by its `node_rank`) until the leader ends. Return 0."""
     log_json()
     output = StartOutput(sys.stderr, Stop(), is_verbose)
     config = spec.config

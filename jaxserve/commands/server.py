@@ -25,11 +25,6 @@ from jaxserve.server.settings import ServerConfig
 def load_models(specs: Iterable[ModelSpec], config: ServerConfig, output: StartOutput) -> Models:
     """Load the models of a server in turn, report each on the terminal, and return them as Models.
 
-    Args:
-        specs: the models, with names and engine settings.
-        config: the settings of the server.
-        output: receives the progress and the memory of each model.
-
     Raises:
         CheckpointError, UnsupportedModel, ValueError: see `start.start.load`.
     """
@@ -46,10 +41,7 @@ def serve(
     """Load models and answer HTTP requests in this process until SIGTERM or an interrupt.
 
     Args:
-        specs: the models, with names and engine settings.
-        config: the settings of the server.
         listener: the bound socket of the server.
-        is_verbose: report the start in detail.
 
     Returns:
         The exit status: 0 after an orderly end, 1 if an engine failed.

@@ -109,10 +109,9 @@ def summary(loaded: Loaded) -> list[str]:
 
 
 def at_length(loaded: Loaded) -> list[str]:
-    """Return the lines of the detailed report about a loaded model, with sizes in bytes.
+    """Return a detailed report about a loaded model: lines about memory, times and programs.
 
-    The lines contain the use of memory, the report of the start, and programs that are still
-    missing.
+    Sizes are in bytes.
     """
     report, plan = _report(loaded)
     lines = [

@@ -206,11 +206,10 @@ class Terminal:
     def show(self, remote: Remote, path: str, body: dict[str, Any]) -> Answer:
         """Send a request, print the answer's text as it arrives, and return the Answer.
 
-        Ctrl-C cancels the answer, also at the server. Control characters are replaced on a
-        terminal.
+        Ctrl-C cancels the answer, also at the server. On a terminal, control characters are
+        replaced.
 
         Args:
-            remote: the client of the server.
             path, body: see `Remote.stream`.
 
         Raises:
@@ -243,14 +242,11 @@ def chat(remote: Remote, terminal: Terminal, system: str | None, quick: str | No
     """Run `jaxserve chat`: hold a conversation with a model, or send one message.
 
     Args:
-        remote: the client of the server.
-        terminal: source of messages, and output of answers.
         system: first message of the conversation, with role system, or None.
         quick: the only message. None reads messages from the terminal.
 
     Returns:
-        The exit status: 1 if the server did not answer and there is no terminal to try again, else
-            0.
+        The exit status: 1 if the server did not answer and there is no terminal to try again.
     """
     messages = [{"role": "system", "content": system}] if system else []
     try:
@@ -274,14 +270,8 @@ def chat(remote: Remote, terminal: Terminal, system: str | None, quick: str | No
 def complete(remote: Remote, terminal: Terminal, quick: str | None) -> int:
     """Run `jaxserve complete`: send each line as a separate prompt, and print its completion.
 
-    Args:
-        remote: the client of the server.
-        terminal: source of prompts, and output of completions.
-        quick: the only prompt. None reads prompts from the terminal.
-
-    Returns:
-        The exit status: 1 if the server did not answer and there is no terminal to try again, else
-            0.
+    `quick` is the only prompt. None reads prompts from the terminal. The exit status is that of
+    `chat`.
     """
     try:
         with remote:

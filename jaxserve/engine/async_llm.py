@@ -111,7 +111,6 @@ class AsyncLLM(EngineOwner):
         The stream belongs to the running event loop.
 
         Args:
-            requests: requests that `AsyncLLM.requests.make` has created.
             max_unread: number of unread tokens above which the requests are paused. None for no
                 limit.
 
@@ -128,8 +127,7 @@ class AsyncLLM(EngineOwner):
         """Create an AsyncLLM from EngineArgs. Further arguments of vLLM's method are ignored.
 
         Raises:
-            InvalidRequest, CheckpointError, UnsupportedModel: a setting is invalid, or the model
-                cannot be loaded.
+            InvalidRequest, CheckpointError, UnsupportedModel: see the class.
         """
         return cls(engine_args.create_engine_config())
 
@@ -167,13 +165,9 @@ class AsyncLLM(EngineOwner):
         return await asyncio.to_thread(self._metrics)
 
     def abort_waiting(self, request_id: str, error: str) -> None:
-        """Abort a request with an error if it still waits for its first slot.
+        """Abort a request with an error message if it still waits for its first slot.
 
-        Any other request continues.
-
-        Args:
-            request_id: id of the engine, from `Request.request_id`.
-            error: message for the deltas that end its completions.
+        `request_id` is the engine's id of the request (`Request.request_id`).
         """
         self._thread.abort_waiting(request_id, error)
 
@@ -209,8 +203,8 @@ class AsyncLLM(EngineOwner):
     def is_alive(self) -> bool:
         """Return whether the engine still serves requests.
 
-        The result is False if its thread has ended, if the engine was closed, after a fork, or if
-        another host of the engine is lost.
+        The result is False after the engine's end, a close or a fork, or if another of its hosts is
+        lost.
         """
         return self._thread.is_alive()
 
@@ -229,8 +223,7 @@ class AsyncLLM(EngineOwner):
     def standstill(self) -> float:
         """Return the seconds since the engine last completed a step, or 0 while it is idle.
 
-        A large value shows that the engine hangs within a step. The time begins at the end of an
-        idle period.
+        A large value shows that the engine hangs within a step.
         """
         return self._thread.standstill()
 

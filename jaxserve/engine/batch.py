@@ -23,8 +23,6 @@ class RequestBatch:
     The constructor starts all requests on the engine's thread. `wait` returns the outputs.
 
     Args:
-        thread: the engine's thread.
-        requests: the requests, one per prompt.
         texts: for each request the text of its prompt, or None if the prompt is token ids.
 
     Raises:

@@ -28,8 +28,6 @@ class BeamSearch:
 
     Args:
         request: a request with the prompt, the cache salt and the priority that all beams use.
-        params: width, length and scoring of the search.
-        limits: limits of the engine, with its context length and end-of-sequence tokens.
     """
 
     def __init__(self, request: Request, params: BeamSearchParams, limits: Limits) -> None:
@@ -49,9 +47,9 @@ class BeamSearch:
     def advance(self, scores: Listing[dict[int, Logprob]]) -> None:
         """Extend the beams by one token each, to the `beam_width` best candidates.
 
-        Each beam has `2 * beam_width` candidates, its most likely next tokens. A candidate whose
-        token ends the sequence becomes a complete sequence instead of a beam. Only the best
-        `beam_width` complete sequences are kept.
+        The candidates of a beam are its `2 * beam_width` most likely next tokens, or the allowed
+        tokens. A candidate whose token ends the sequence becomes a complete sequence instead of a
+        beam. Only the best `beam_width` complete sequences are kept.
 
         Args:
             scores: for each beam in order, the Logprobs of its next tokens by token id.
@@ -90,10 +88,9 @@ class BeamSearch:
         return sorted(sequences, key=rank, reverse=True)[: self._params.beam_width]
 
     def output(self, tokenizer: Any) -> BeamSearchOutput:
-        """Return the best `beam_width` sequences, complete ones and the present beams together.
+        """Return the best `beam_width` sequences among complete sequences and present beams.
 
-        Args:
-            tokenizer: decodes the texts of sequences and candidates. None omits the texts.
+        A tokenizer decodes their texts. With None, the sequences have no texts.
         """
         best = self._best([*self._complete, *self.beams])
         if tokenizer is None:
@@ -127,7 +124,6 @@ def run_searches(
     """Run beam searches to their ends, with all beams of one step in one call of `generate`.
 
     Args:
-        searches: the searches, which are advanced in place.
         step: sampling settings for one token of a beam, from `step_settings`.
         generate: `LLM.generate`.
 
@@ -154,9 +150,7 @@ def step_settings(params: BeamSearchParams, temperature: float, limits: Limits) 
     """Return the sampling settings of a request that generates and scores one token of a beam.
 
     Args:
-        params: the parameters of the beam search.
-        temperature: temperature of the request, which only processed log-probabilities depend on.
-        limits: the engine's limits.
+        temperature: temperature of the request, which affects only processed log-probabilities.
 
     Raises:
         InvalidRequest: a token id of `params` is not in the vocabulary, or the engine's

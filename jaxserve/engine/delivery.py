@@ -40,14 +40,9 @@ class LiveSequence:
     first_token: float = 0.0  # the time at which the first token was read, 0 before
 
     def delta(self, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> Delta:
-        """Return a Delta with new tokens of this sequence and all text that is final after them.
+        """Return a Delta with new tokens of this sequence, their logprobs and all final text.
 
-        The detokenizer releases this text. The delta also contains the log-probabilities of the
-        prompt when they are complete and have not been sent.
-
-        Args:
-            token_ids: the new tokens.
-            logprobs: log-probabilities of the new tokens, or None.
+        It also contains the prompt's log-probabilities, once, when they are complete.
         """
         sequence, text, prompt = self.sequence, self.detokenizer, self.sequence.prompt_logprobs
         return Delta(
@@ -65,11 +60,7 @@ class LiveSequence:
         )
 
     def times(self, now: float) -> SequenceTimes:
-        """Return the times of the sequence after its end.
-
-        Args:
-            now: the time at which its last token was read, in seconds of `time.monotonic`.
-        """
+        """Return the SequenceTimes of this sequence, whose last token was read at `now`."""
         sequence = self.sequence
         return SequenceTimes(
             self.arrived, sequence.started, self.first_token, now, sequence.num_preemptions
@@ -106,14 +97,11 @@ class LiveSequence:
 
 
 class Delivery:
-    """The sequences that the engine serves, and the sending of their new tokens and text.
+    """The unfinished sequences of an engine, and the sending of their new tokens and text.
 
     Args:
         scheduler: the scheduler. `Delivery` finishes a sequence there if its text contains a stop
             string or its grammar is complete.
-        slots: the slot table of the scheduler.
-        recovery: the record of failed steps, which forgets ended sequences.
-        scores: computes log-probabilities that the device does not provide.
     """
 
     def __init__(
@@ -152,12 +140,7 @@ class Delivery:
     def keep_prompt_logprobs(self, plan: LaunchPlan, logprobs: StepLogprobs) -> None:
         """Store the log-probabilities of a launch's prompt chunks in their sequences.
 
-        It must be called before the launch is committed, because sequences can lose their slots
-        then.
-
-        Args:
-            plan: the plan of the launch.
-            logprobs: the log-probabilities that the launch computed.
+        It must precede the commit of the launch, in which sequences can lose their slots.
         """
         live = self._slots.generation[plan.slots] == plan.generations
         is_requested = live & self._slots.wants_logprob(plan.slots, plan.starts)
@@ -245,13 +228,11 @@ class Delivery:
     def end(
         self, live: LiveSequence, reason: FinishReason, error: str | InvalidRequest | None = None
     ) -> None:
-        """End a sequence in the scheduler, and send its last delta with the reason and the error.
+        """End a sequence in the scheduler, and send its last delta with a reason and an error.
 
-        It is used for ends that no generated token causes: aborts and errors.
+        It is used for aborts and errors, which no generated token causes.
 
         Args:
-            live: the sequence.
-            reason: the finish_reason of the delta.
             error: message or InvalidRequest for the delta, or None.
         """
         self._scheduler.finish(live.sequence, reason)

@@ -83,7 +83,6 @@ class OutputReader:
     """Converter of the deltas of one request to vLLM's outputs, and of their times to `stats`.
 
     Args:
-        request: the request.
         tokenizer: decodes the texts of tokens in Logprobs, or None.
     """
 
@@ -101,7 +100,6 @@ class OutputReader:
             output: the output of the request, changed in place. It gets the log-probabilities of
                 the prompt, the number of cached tokens and the first error.
             completion: the completion of the delta, changed in place.
-            delta: the next delta of the request.
         """
         completion.text += delta.text
         completion.token_ids += delta.token_ids

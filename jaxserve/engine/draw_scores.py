@@ -20,15 +20,14 @@ from jaxserve.scheduling.slot_table import SlotTable
 
 
 class DrawScores:
-    """Computation on the host of log-probabilities that the device does not provide.
+    """Computation on the host of the log-probabilities that the device does not provide.
 
-    They are computed from the logits of a step, for listed tokens, for more than 20 alternatives,
-    and for all modes except raw log-probabilities.
+    They are computed from logits, for listed tokens, for more than 20 alternatives, and for all
+    modes except raw log-probabilities.
 
     Args:
         slots: the slot table, which has the tokens of running sequences.
         mode: the engine's `logprobs_mode`: raw or processed, log-probabilities or logits.
-        vocab_size: V, the number of tokens in the vocabulary.
     """
 
     def __init__(self, slots: SlotTable, mode: str, vocab_size: int) -> None:
@@ -40,10 +39,10 @@ class DrawScores:
     def put(
         self, scores: list[TokenLogprobs | None], result: StepResult, logits: np.ndarray
     ) -> None:
-        """Compute the log-probabilities of sampled tokens that need the host, into `scores`.
+        """Score the sampled tokens whose requests need the host, and put the results into `scores`.
 
         Args:
-            scores: one entry per token of the result. The entries of these requests are replaced.
+            scores: one entry per token of the result. The entries of these tokens are replaced.
             result: the sampled tokens of the step and their sequences.
             logits: float[R, V], the logits of the R rows of the step's plan.
         """
@@ -67,15 +66,10 @@ class DrawScores:
         return score_tokens(logits[None], tokens, width, listed, self._as_logits)
 
     def _processed(self, sequence: Sequence, token: int, logits: np.ndarray) -> np.ndarray:
-        """Return float[V]: the processed logits from which a token was sampled.
+        """Return float[V]: the processed logits from which a sequence's newest token was sampled.
 
-        Biases, penalties and the temperature are applied, and tokens that could not be sampled have
-        -inf. The sampled token itself always has a finite value.
-
-        Args:
-            sequence: the sequence, whose newest token is the sampled one.
-            token: the sampled token.
-            logits: float[V], the logits of the model.
+        Biases, penalties and the temperature are applied to `logits`, and tokens that could not be
+        sampled have -inf. The sampled `token` itself always has a finite value.
         """
         request, sampling = sequence.request, sequence.request.sampling
         tokens = sequence.token_ids
@@ -103,9 +97,7 @@ def allowed_tokens(sequence: Sequence, drawn: Listing[int], vocab_size: int) -> 
     The mask combines allowed_token_ids, the grammar, bad_words and min_tokens.
 
     Args:
-        sequence: the sequence, with its request and the state of its grammar.
         drawn: the generated tokens so far.
-        vocab_size: V.
     """
     request = sequence.request
     listed = request.sampling.allowed_token_ids

@@ -41,13 +41,7 @@ MakeScheduler = Callable[[EngineConfig, PagePool, SlotTable], Scheduler]
 
 
 def make_scheduler(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Scheduler:
-    """Create the engine's default scheduler with the settings of a configuration.
-
-    Args:
-        config: resolved settings of the engine, with `max_num_batched_tokens`.
-        pool: the pages of the KV cache.
-        slots: the table of running sequences.
-    """
+    """Create the default scheduler of an engine with the settings of its resolved configuration."""
     assert config.max_num_batched_tokens is not None
     return Scheduler(
         pool,
@@ -114,7 +108,6 @@ class Engine:
         """Queue a request at the scheduler: one sequence for each of its `n` completions.
 
         Args:
-            request: the validated request.
             sink: called with every Delta of the request's completions.
 
         Raises:
@@ -172,20 +165,18 @@ class Engine:
         return True
 
     def pause(self, request_id: str) -> None:
-        """Stop running a request and free its slots and pages, until `resume` queues it again.
+        """Free the slots and pages of a request until `resume` queues it again.
 
-        The generated tokens are kept. A token that is being computed is dropped and sampled again
-        later.
+        Its tokens are kept. A token that is being computed is dropped and sampled again later.
         """
         for live in self._delivery.of_request(request_id):
             self.scheduler.finish(live.sequence, FinishReason.ABORT)
             self._recovery.forget(live.sequence)
 
     def resume(self, request_id: str) -> None:
-        """Queue the sequences of a paused request again, as the newest arrivals.
+        """Queue a paused request's sequences again, as the newest arrivals with their tokens.
 
-        They keep the tokens that they had at the pause. A request that is not paused is not
-        changed.
+        A request that is not paused is not changed.
         """
         for live in self._delivery.of_request(request_id):
             if live.sequence.finish_reason is None:
@@ -293,7 +284,6 @@ class Engine:
         failed too often end with finish_reason "error".
 
         Args:
-            error: the exception of the step.
             plans: plans of the failed step, and of a step in flight with it.
 
         Raises:
@@ -342,9 +332,7 @@ class Engine:
         )
 
     def close(self, error: str | None = None) -> None:
-        """End all requests, and release the device, the connections and the event publisher.
-
-        The method can be called again without effect.
+        """End all requests, and release the device, connections and publisher. Idempotent.
 
         Args:
             error: message for the last deltas of the requests, which then have finish_reason

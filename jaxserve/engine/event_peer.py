@@ -29,14 +29,11 @@ _WATCHED = _FAILED | _TRIED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNE
 
 
 class EventPeer:
-    """Watcher of the connection of a PUB socket that connects to a ZeroMQ subscriber (its peer).
+    """A watcher of a PUB socket's connection to a ZeroMQ subscriber, its peer.
 
     ZeroMQ reconnects to a peer that closes the connection, and gives up a peer that violates the
     protocol. One warning is logged if several handshakes in succession fail, because the peer is
     then not a ZeroMQ subscriber.
-
-    Args:
-        context: the ZeroMQ context of the PUB socket.
     """
 
     def __init__(self, context: zmq.Context[Any]) -> None:
@@ -48,12 +45,7 @@ class EventPeer:
         self._has_warned = False
 
     def watch(self, pub: zmq.Socket[Any], endpoint: str) -> None:
-        """Start to watch a PUB socket. It must be called before the socket connects to its peer.
-
-        Args:
-            pub: the socket.
-            endpoint: address of the peer, for the warning.
-        """
+        """Start to watch a PUB socket, before it connects to its peer at `endpoint`."""
         self._num_watched += 1
         self._pub, self._endpoint, self._ended = pub, endpoint, None
         name = f"inproc://kv-events-peer-{self._num_watched}"
@@ -65,8 +57,7 @@ class EventPeer:
     def has_given_up(self) -> bool:
         """Read all pending events, and return whether ZeroMQ has given up the connection.
 
-        The result is True if the connection was closed more than a second ago without a new
-        attempt.
+        This is the case a second after the connection was closed, without a new attempt.
         """
         while self._read(0) is not None:
             pass

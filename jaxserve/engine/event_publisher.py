@@ -50,8 +50,6 @@ class EventPublisher:
     shows a subscriber that messages are missing.
 
     Args:
-        config: endpoints, topic and sizes of the queues.
-        block_size: number of tokens of a page.
         window: the attention window if all layers have the same, otherwise None.
 
     Attributes:
@@ -96,13 +94,12 @@ class EventPublisher:
             thread.start()
 
     def _open(self, kind: int, field: str, most: int) -> tuple[Any, str]:
-        """Open a ZeroMQ socket, and return it with the endpoint that it has got.
+        """Open a PUB or ROUTER socket, and return it with its endpoint (the port is resolved).
 
         A ROUTER socket binds its endpoint. A PUB socket binds a local or wildcard address, and
-        connects to any other one.
+        connects to any other address.
 
         Args:
-            kind: zmq.PUB or zmq.ROUTER.
             field: name of the setting with the endpoint.
             most: the most messages in the send queue of one peer.
 
@@ -211,12 +208,7 @@ class EventPublisher:
             self._router.close(linger=0)
 
     def _send_again(self, client: bytes, first: int) -> None:
-        """Send a subscriber the stored messages from number `first` on, and the end marker.
-
-        Args:
-            client: identity frame of the subscriber at the ROUTER socket.
-            first: the smallest message number to send.
-        """
+        """Send the stored messages from number `first` on, and the end marker, to a subscriber."""
         with self._sent_lock:
             messages = [(number, payload) for number, payload in self._sent if number >= first]
         for number, payload in messages:
@@ -225,10 +217,9 @@ class EventPublisher:
         self._router.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
     def close(self) -> None:
-        """Send the queued changes, and close the sockets and threads of the publisher.
+        """Send the queued changes, and close the sockets and threads of the publisher. Idempotent.
 
-        Messages that a subscriber does not read within a second are dropped. Later calls have no
-        effect.
+        Messages that a subscriber does not read within a second are dropped.
         """
         with self._wake:
             if self._closing:

@@ -83,7 +83,6 @@ def events_of(change: Change, block_size: int, window: int | None) -> Iterator[E
     give one BlockRemoved, and a cleared cache gives AllBlocksCleared.
 
     Args:
-        change: the change.
         block_size: number of tokens of a page.
         window: the attention window if all layers have the same, otherwise None.
     """
@@ -117,11 +116,6 @@ def events_of(change: Change, block_size: int, window: int | None) -> Iterator[E
 
 
 def batch_of(changes: Iterable[Change], block_size: int, window: int | None) -> bytes:
-    """Return the KV events of cache changes as the msgpack payload of one message.
-
-    Args:
-        changes: the changes of the prefix cache, in order.
-        block_size, window: see `events_of`.
-    """
+    """Return the KV events of a list of cache changes as one message payload in msgpack."""
     events = [event for change in changes for event in events_of(change, block_size, window)]
     return msgspec.msgpack.encode(KVEventBatch(time.time(), events, 0))

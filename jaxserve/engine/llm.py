@@ -116,9 +116,6 @@ class LLM(EngineOwner):
 
         Both lists are in the order of the prompts. A text is None for a prompt of token ids.
 
-        Args:
-            prompts, sampling_params, priority, cache_salt, tokenization_kwargs: see `generate`.
-
         Raises:
             InvalidRequest: an argument is invalid.
         """
@@ -198,7 +195,6 @@ class LLM(EngineOwner):
         """Render conversations with the chat template, and return one prompt for each conversation.
 
         Args:
-            messages: the messages of a conversation, or a list of conversations.
             chat_template, template_options: see `chat`.
             free: the `chat_template_kwargs` of `chat`.
 
@@ -296,7 +292,6 @@ class LLM(EngineOwner):
 
         Args:
             prompts: one prompt or a list of prompts, see `generate`.
-            params: the parameters of all searches.
             use_tqdm: ignored.
             concurrency_limit: the most prompts that are searched at once, or None for all.
             priority: the priority of all prompts, or a list with one per prompt.

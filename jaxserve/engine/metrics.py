@@ -211,13 +211,7 @@ class Histogram(Metric):
 
 
 def metric_values(stats: EngineStats, step_tokens: ValueCounts, model_name: str) -> list[Metric]:
-    """Return an engine's gauges, counters and the histogram of tokens per step as a list of Metric.
-
-    Args:
-        stats: the statistics of the engine.
-        step_tokens: the histogram of tokens per step.
-        model_name: value of the label "model_name".
-    """
+    """Return an engine's gauges, counters and histogram of tokens per step as a list of Metric."""
     labels = {"model_name": model_name, "engine": "0"}
     buckets = {bound: int(count) for bound, count in step_tokens.cumulative()}
     metrics: list[Metric] = [

@@ -61,7 +61,6 @@ def chat_tokenizer(tokenizer: Tokenizer, template: Any, options: Mapping[str, An
     """Return a tokenizer that uses the chat template and content format of one call of `LLM.chat`.
 
     Args:
-        tokenizer: the engine's tokenizer, which is not changed.
         template: a template, a file, or the name of a shipped template. None for the model's.
         options: the options of the call, of which chat_template_content_format is read.
 
@@ -84,7 +83,6 @@ def template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any)
     """Validate the chat template's inputs of one call of `LLM.chat`, and return them by name.
 
     Args:
-        tokenizer: the tokenizer with the template.
         options: inputs passed as keyword arguments. The template must read them, except common
             inputs such as tools.
         free: inputs passed as `chat_template_kwargs`, which the template can ignore. They take
@@ -137,12 +135,12 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def one_each(value: Any, count: int, name: str) -> list[Any]:
-    """Return a list with one value per prompt: a copy of a given list, or a single value repeated.
+    """Return a list with one value for each of `count` prompts.
+
+    A list or tuple is copied, and any other value is repeated.
 
     Args:
-        value: a list or tuple with one value per prompt, or a single value for all prompts.
-        count: number of prompts.
-        name: name of the argument for the error message.
+        name: name of the argument in the error message.
 
     Raises:
         InvalidRequest: the list has another length than `count`.
@@ -160,9 +158,7 @@ def truncated(
     """Return the last `keep` token ids of a prompt, or the first ones if `side` is "right".
 
     Args:
-        prompt: token ids.
         keep: number of token ids to keep, None for all, or -1 for max_model_len - 1.
-        max_model_len: the engine's context length.
         side: the side that is cut off: "left" (default) or "right".
 
     Raises:
@@ -187,8 +183,6 @@ def encoded(prompt: Any, tokenizer: Tokenizer | None, add_special_tokens: bool =
     """Return the token ids of a text prompt. Any other prompt is returned unchanged.
 
     Args:
-        prompt: text, or token ids.
-        tokenizer: the engine's tokenizer, or None.
         add_special_tokens: whether the tokenizer adds tokens such as beginning-of-sequence.
 
     Raises:
@@ -209,7 +203,6 @@ def tokenized(
     Args:
         prompt: text or token ids. It is returned unchanged if there are no options.
         options: add_special_tokens, truncate_prompt_tokens and truncation_side, or None.
-        tokenizer: the engine's tokenizer, or None.
         longest: the engine's context length.
 
     Raises:
@@ -236,7 +229,6 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
 
     Args:
         token_ids: a list or array of one or more integers in [0, vocab_size).
-        vocab_size: number of tokens in the vocabulary.
 
     Raises:
         InvalidRequest: the prompt is not such a list. The message names the first bad position.

@@ -85,13 +85,10 @@ class Recovery:
         return 2 if self.is_testing and sequence in self._suspects else 0
 
     def has_read(self, plan: LaunchPlan) -> None:
-        """Record that a step succeeded. It must be called before the step is committed.
+        """Record that a step of this plan has succeeded, before the step is committed.
 
         Sequences that have sampled a token in the step become trusted, and their failures are
         forgotten.
-
-        Args:
-            plan: the plan of the step.
         """
         if not self._is_active:
             return
@@ -108,13 +105,10 @@ class Recovery:
             sequence.num_failures = 0
 
     def has_failed(self, plans: list[LaunchPlan]) -> list[Sequence]:
-        """Record a failed step, preempt all sequences, and return those to end with an error.
+        """Record that launches failed, preempt all sequences, return those to end with an error.
 
         A sequence is returned if it ran alone and has failed `MAX_FAILURES` times. The list is
         usually empty.
-
-        Args:
-            plans: the plans of the launches that failed together.
         """
         rows = {sequence for plan in plans for sequence in _sequences(self._slots, plan)}
         running = self._scheduler.running_sequences()

@@ -36,9 +36,7 @@ class RequestFactory:
 
     Args:
         tokenizer: encodes prompts and bad_words. None if all prompts are token ids.
-        limits: the engine's limits, such as vocabulary size and context length.
         grammars: compiles structured_outputs. None without a tokenizer.
-        default_sampling: the sampling parameters of requests without any.
     """
 
     def __init__(
@@ -205,9 +203,7 @@ def bad_words_token_ids(
     Each word has one or two sequences: its tokens at the beginning of a text and after a space.
 
     Args:
-        words: the bad words.
         encode: tokenizes a word, or None without a tokenizer.
-        vocab_size: number of tokens in the vocabulary.
 
     Raises:
         InvalidRequest: there is no tokenizer, a token is not in the vocabulary, or there are too
@@ -254,13 +250,9 @@ def _check_tokens_are_left(
     stop_token_ids: tuple[int, ...],
     vocab_size: int,
 ) -> None:
-    """Raise InvalidRequest if a request's settings exclude every first token.
+    """Raise InvalidRequest if a request's settings exclude every token at the first position.
 
     The tokens of logit_bias and allowed_token_ids must also be in the vocabulary.
-
-    Args:
-        bad_words: the token sequences of bad_words.
-        stop_token_ids: all token ids that end the request's sequences, excluded by min_tokens.
     """
     for token in sampling.logit_bias or ():
         exact_int(token, "logit_bias: a token id", 0, vocab_size - 1, "logit_bias")

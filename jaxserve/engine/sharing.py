@@ -38,7 +38,6 @@ def open_events(config: EngineConfig, window: int | None = None) -> Any:
     The result is an `event_publisher.EventPublisher` with opened sockets.
 
     Args:
-        config: the engine's settings.
         window: the attention window if all layers have the same, otherwise None.
 
     Raises:

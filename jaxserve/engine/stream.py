@@ -23,9 +23,7 @@ class Stream:
     they free their slots and pages, and continue when the reader has taken all deltas.
 
     Args:
-        thread: the engine's thread.
         delivery: transfers the deltas to the event loop of the reader.
-        requests: the requests.
         max_unread: number of unread tokens above which the requests are paused. None for no limit.
     """
 
@@ -109,21 +107,17 @@ class Stream:
         self._arrived.set()
 
     def close(self) -> None:
-        """Abort all requests of the stream that have not ended. Later calls have no effect."""
+        """Abort all requests of the stream that have not ended. Idempotent."""
         for request_id in self._unfinished:
             self._thread.abort(request_id)
         self._unfinished = {}
 
 
 def _extends(last: Delta, delta: Delta) -> bool:
-    """Merge a delta into the previous delta, and return whether this was possible without loss.
+    """Append `delta` to the delta `last` of a stream, and return whether this loses no information.
 
-    Deltas of one completion are merged unless one of them has a finish_reason or log-probabilities.
+    Only deltas of the same completion without finish_reason and log-probabilities are merged.
     Readers do less work for one delta than for two.
-
-    Args:
-        last: the previous delta of the stream, changed in place.
-        delta: the next delta of the stream.
     """
     if (
         last.index != delta.index

@@ -47,8 +47,6 @@ class Replica:
     is the leader, and the constructor also starts the followers (`Gang`).
 
     Args:
-        specs: the models of each replica.
-        config: settings of the server.
         secret: secret of the fleet, for the keys of pages and digests.
         reports_prefixes: report the served prefixes to routers.
     """
@@ -107,11 +105,6 @@ def make_application(
     specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfig
 ) -> serve.Application:
     """Return the Ray Serve application of all replicas, for `serve.run`. Ray must be running.
-
-    Args:
-        specs: the models of each replica.
-        config: settings of the server of each replica.
-        fleet: number, resources and routing of the replicas.
 
     Raises:
         InvalidRequest: a setting is not supported with replicas, or the cluster lacks resources.
@@ -177,7 +170,6 @@ def _place(resources: dict[str, Any], nnodes: int) -> dict[str, Any]:
 
     Args:
         resources: resources of each host, as actor options of Ray.
-        nnodes: number of hosts of a replica.
 
     Raises:
         InvalidRequest: the resources are empty.

@@ -36,10 +36,9 @@ class PrefixRouter(RequestRouter):
     """
 
     def initialize_state(self, slots: int = 1, **_: Any) -> None:
-        """Create the router's policy. Ray Serve passes `request_router_kwargs` as arguments.
+        """Create the policy for replicas with this number of slots.
 
-        Args:
-            slots: number of requests that a replica runs at once.
+        Ray Serve passes `request_router_kwargs` as arguments.
         """
         self._policy: PrefixPolicy[ReplicaID] = PrefixPolicy(slots)
 
@@ -60,11 +59,8 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return the candidate replicas in order of preference for a request, in lists of one.
 
-        Ray Serve sends the request to the first replica, and the policy records this.
-
-        Args:
-            candidate_replicas: the replicas to order.
-            pending_request: the routed call, whose first argument is the list of digests.
+        The first argument of `pending_request` is the list of digests. Ray Serve sends the request
+        to the first replica, and the policy records this choice.
         """
         args = [] if pending_request is None else pending_request.args
         digests = args[0] if args and isinstance(args[0], list) else []
@@ -83,7 +79,6 @@ class PrefixChoice:
     answer has status 503, and so has HAProxy's answer.
 
     Args:
-        replicas: handle of the deployment of replicas.
         secret: secret of the fleet, with which digests are computed.
     """
 
@@ -97,8 +92,7 @@ class PrefixChoice:
     def router_config(slots: int) -> RequestRouterConfig:
         """Return the configuration with which the deployment of replicas uses a `PrefixRouter`.
 
-        Args:
-            slots: number of requests that a replica runs at once.
+        `slots` is the number of requests that a replica runs at once.
         """
         settings: dict[str, Any] = {
             "request_router_class": f"{PrefixRouter.__module__}.{PrefixRouter.__name__}",
@@ -109,12 +103,7 @@ class PrefixChoice:
 
     @staticmethod
     def bind_to(replicas: serve.Application, secret: bytes) -> serve.Application:
-        """Return `PrefixChoice` as a Ray Serve application that chooses among the given replicas.
-
-        Args:
-            replicas: the application of the replicas.
-            secret: secret of the fleet, with which digests are computed.
-        """
+        """Return this deployment as a Ray Serve application that chooses among `replicas`."""
         deployment = serve.deployment(
             PrefixChoice,
             name=NAME,
@@ -133,13 +122,10 @@ class PrefixChoice:
         return Starlette(routes=[Route("/internal/route", self.choose, methods=["POST"])])
 
     async def choose(self, request: Request) -> Response:
-        """Answer with JSON of host, port and name of the replica that shall serve a request.
+        """Answer with JSON of host, port and name of the replica for the request in the body.
 
         No slot of the replica is reserved, because HAProxy sends the request itself. The answer has
         status 503 if no replica is ready.
-
-        Args:
-            request: a request of HAProxy with the body of the client's request.
         """
         digests = digests_of(await request.body(), self._secret)
         try:

@@ -48,9 +48,7 @@ def serve_fleet(
     started and ended.
 
     Args:
-        specs: the models of each replica.
         config: settings of the server of each replica. Host and port are of the fleet.
-        fleet: number, resources and routing of the replicas.
         say: called with lines about the start.
         check: raises an exception if a signal arrived during the start.
 

@@ -63,9 +63,6 @@ class Gang:
 
     The constructor starts the actors in the bundles of the replica's placement group.
 
-    Args:
-        config: settings of the engine.
-
     Attributes:
         config: settings of the leader, with its address and a free port.
         secret: random bytes with which the hosts authenticate each other.
@@ -89,10 +86,7 @@ class Gang:
     def lead(self, load: Callable[[], Any]) -> Any:
         """Call `load` in a thread while the followers are watched, and return its result.
 
-        On an error all followers are ended.
-
-        Args:
-            load: loads the leader's part of the engine.
+        `load` loads the leader's part of the engine. On an error all followers are ended.
 
         Raises:
             DeviceError: a follower has ended. The message has its error.

@@ -29,7 +29,7 @@ _OF_A_GANG = ("node_rank", "master_addr", "master_port", "nodes_secret")
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """Settings of replicas. Names follow vLLM and Ray.
+    """Settings of replicas of the server on Ray Serve. Names follow vLLM and Ray.
 
     Args:
         data_parallel_size: number of replicas of the server behind one address.
@@ -47,7 +47,7 @@ class FleetConfig:
             "prefix" needs RAY_SERVE_ENABLE_HA_PROXY=1.
 
     Raises:
-        InvalidRequest: (a ValueError) on construction, names the field.
+        InvalidRequest: (a ValueError) on construction. The error names the invalid field.
     """
 
     data_parallel_size: int = 1
@@ -91,13 +91,7 @@ class FleetConfig:
             exact_int(scaling.get(name, 1), f"autoscaling_config.{name}", 0, MAX_REPLICAS)
 
     def is_fleet(self, nnodes: int = 1) -> bool:
-        """Return whether the settings need replicas on Ray Serve.
-
-        Otherwise the server runs in this process.
-
-        Args:
-            nnodes: number of hosts of an engine.
-        """
+        """Return whether the settings, with `nnodes` hosts per engine, need Ray Serve."""
         return (
             self.data_parallel_size > 1
             or (nnodes > 1 and self.data_parallel_backend == "ray")
@@ -120,10 +114,8 @@ def resources_of(
     cluster has GPUs.
 
     Args:
-        fleet: settings of the replicas.
         total: resources of the cluster, by Ray's names.
         devices: number of devices of a replica.
-        nnodes: number of hosts of a replica.
 
     Raises:
         InvalidRequest: the cluster has too few resources, or a host has fewer GPUs than devices.
@@ -170,15 +162,12 @@ def check_server(config: ServerConfig) -> None:
 
 
 def check_gang(engine: Any) -> None:
-    """Check that an engine's settings name no addresses, rank or secret of its hosts.
+    """Check that an engine's settings name no address, rank or secret of its hosts.
 
     With replicas, each replica chooses these settings for its own hosts.
 
-    Args:
-        engine: the `EngineConfig`.
-
     Raises:
-        InvalidRequest: names a setting with another value.
+        InvalidRequest: such a setting has a value. The error names the setting.
     """
     for field in fields(HostsConfig):
         if field.name in _OF_A_GANG and getattr(engine, field.name) != field.default:

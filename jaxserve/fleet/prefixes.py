@@ -49,12 +49,7 @@ def digests_of(body: bytes, secret: bytes) -> list[int]:
 
 
 def chained_digests(data: bytes, secret: bytes) -> list[int]:
-    """Return 64-bit digests of `data`, one for each prefix that consists of whole blocks, in order.
-
-    Args:
-        data: bytes of a prompt.
-        secret: key of the digests.
-    """
+    """Return keyed 64-bit digests of `data`, one for each prefix of whole blocks, in order."""
     state = blake2b(key=secret[:_KEY_BYTES], digest_size=_DIGEST_BYTES, person=b"jaxserve route")
     digests = []
     for start in range(0, len(data) - BLOCK_BYTES + 1, BLOCK_BYTES):
@@ -169,10 +164,9 @@ class _Replica:
     blocks: int = 0  # estimated number of blocks that the replica has computed
 
     def matched(self, digests: list[int]) -> int:
-        """Return the number of leading blocks of a prompt that the replica probably has cached.
+        """Return the number of leading blocks of a prompt that the replica has cached.
 
-        Args:
-            digests: digests of the prompt's prefixes, one per block.
+        `digests` has a digest for each block. Prompts of sent requests count as cached.
         """
         for count, digest in enumerate(digests):
             if digest not in self.cached and digest not in self.sent:
@@ -198,17 +192,13 @@ class PrefixPolicy(Generic[Name]):
         self._replicas: dict[Name, _Replica] = {}
 
     def keep(self, names: Iterable[Name]) -> None:
-        """Set the list of running replicas. The state of all other replicas is dropped."""
+        """Set the running replicas to `names`, and drop the state of all other replicas."""
         self._replicas = {name: self._replicas.get(name) or _Replica() for name in names}
 
     def report(self, name: Name, stats: dict[str, Any]) -> None:
-        """Update the load and the cached digests of a replica from its report.
+        """Update the load and the cached digests of a replica from its report (`routing_stats`).
 
-        A report that was passed before has no effect.
-
-        Args:
-            name: the replica.
-            stats: result of `ReplicaServer.routing_stats`.
+        An object that was passed before has no effect.
         """
         replica = self._replicas[name]
         if not stats or stats is replica.report:
@@ -222,12 +212,7 @@ class PrefixPolicy(Generic[Name]):
         replica.load, replica.num_sent = stats["load"], 0
 
     def rank(self, names: Iterable[Name], digests: list[int]) -> list[Name]:
-        """Return all named replicas in order of preference for a prompt, the best one first.
-
-        Args:
-            names: the replicas.
-            digests: digests of the prompt's prefixes, one per block.
-        """
+        """Return all named replicas in order of preference for the prompt with these digests."""
         replicas = {name: self._replicas.setdefault(name, _Replica()) for name in names}
         loads = {name: replica.load + replica.num_sent for name, replica in replicas.items()}
         bound = MOST_OVER_MEAN * sum(loads.values()) / max(len(loads), 1) + self._slack
@@ -242,11 +227,9 @@ class PrefixPolicy(Generic[Name]):
         return sorted(replicas, key=order)
 
     def send(self, name: Name, digests: list[int]) -> None:
-        """Record that a request is sent to a replica: its load grows, and it caches the prompt.
+        """Record that a request with these digests is sent to a replica.
 
-        Args:
-            name: the replica.
-            digests: digests of the prompt's prefixes, one per block.
+        The load of the replica grows by one, and the prompt counts as cached there.
         """
         replica = self._replicas[name]
         replica.num_sent += 1

@@ -31,8 +31,6 @@ class ReplicaServer:
     The constructor loads the models.
 
     Args:
-        specs: the models, with names and engine settings.
-        config: settings of the server. Responses are not stored.
         secret: secret of the fleet, for the keys of pages and digests.
         rank: number of the replica among the running ones, from 0.
         reports_prefixes: record the served prefixes for a router.
@@ -108,13 +106,11 @@ class ReplicaServer:
 
 
 def _of_rank(spec: ModelSpec, keys: Path, hosts: Path | None, ranks_before: int) -> ModelSpec:
-    """Return the specification of a model with the settings of one replica: secrets and endpoints.
+    """Return a copy of a model's specification with the settings of one replica.
 
-    The endpoints of KV events differ between the replicas.
+    These are the secret files and the endpoints of KV events, which differ between replicas.
 
     Args:
-        spec: the model.
-        keys: file with the secret of the fleet.
         hosts: file with the secret of the replica's hosts, or None.
         ranks_before: number of engines in replicas with a smaller rank.
     """

@@ -18,16 +18,14 @@ TIMEOUT_S = 6 * 3600
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Return the times at which a load sends its requests: ascending seconds from its start.
+    """Return the times of `count` requests of a load, in ascending seconds from its start.
 
-    Times are drawn as in `vllm bench serve`: gaps have a gamma distribution, and are scaled so that
+    They are drawn as in `vllm bench serve`: gaps have a gamma distribution, and are scaled so that
     the last request is sent after count / rate.
 
     Args:
-        count: number of requests.
         rate: mean number of requests per second. `inf` sends all at once.
         burstiness: shape of the gamma distribution. 1 is a Poisson process, `inf` gives equal gaps.
-        seed: seed of the random numbers.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -42,11 +40,9 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 
 
 def open_client(target: Target, verify: bool = True) -> httpx2.AsyncClient:
-    """Return an HTTP client for a load, with the headers of the target and unlimited connections.
+    """Return an HTTP client for a load, with the headers of its target and unlimited connections.
 
-    Args:
-        target: the endpoint of the server.
-        verify: whether to check TLS certificates.
+    `verify` is whether TLS certificates are checked.
     """
     return httpx2.AsyncClient(
         headers={"content-type": "application/json", "accept-encoding": "identity"}
@@ -60,13 +56,8 @@ def open_client(target: Target, verify: bool = True) -> httpx2.AsyncClient:
 async def send(client: httpx2.AsyncClient, target: Target, work: Work, start: float) -> Outcome:
     """Send one request of a load, read its answer as a stream, and return the Outcome.
 
-    A failure is stored in the outcome and raises no exception.
-
-    Args:
-        client: the HTTP client.
-        target: the endpoint of the server.
-        work: the request.
-        start: start of the load by `time.perf_counter`, from which `Outcome.sent` counts.
+    A failure is stored in the outcome. `start` is the start of the load (`time.perf_counter`), from
+    which `Outcome.sent` counts.
     """
     outcome = Outcome(work.input_tokens)
     body = target.body(work)
@@ -103,9 +94,6 @@ async def run_load(
     """Send each request of a load at its time, wait for all answers, and return the Run.
 
     Args:
-        client: the HTTP client.
-        target: the endpoint of the server.
-        works: the requests.
         times: time of each request, in seconds from the start.
         max_concurrency: largest number of requests in progress, None for no limit. A further
             request waits. Its latencies count from its sending, and `Outcome.lag` is the time that

@@ -41,12 +41,9 @@ SAMPLING = (
 
 
 def add_bench(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the parser of `jaxserve bench` to the command line, with its four benchmarks.
+    """Declare `jaxserve bench` with its commands `serve`, `throughput`, `latency` and `startup`.
 
-    The benchmarks are `serve`, `throughput`, `latency` and `startup`.
-
-    Args:
-        add_parser: creates the parser of a subcommand (argparse's `add_parser`).
+    `add_parser` is argparse's function that creates the parser of a command.
     """
     parser = add_parser(
         "bench",

@@ -33,7 +33,6 @@ class RandomPrompts:
     Args:
         tokenizer: makes prompts of text with random tokens. None for prompts of token ids.
         is_chat: without a tokenizer, make prompts of common words instead of token ids.
-        generator: source of the random numbers.
     """
 
     def __init__(self, tokenizer: Any, is_chat: bool, generator: np.random.Generator) -> None:
@@ -79,11 +78,10 @@ class RandomPrompts:
 def random_works(arguments: argparse.Namespace, tokenizer: Any, is_chat: bool) -> list[Work]:
     """Return requests with random prompts, and random lengths of prompts and answers.
 
-    Lengths are from [length * (1 - r), length * (1 + r)], with the length and the ratio r of the
-    options.
+    Lengths are from [length * (1 - r), length * (1 + r)], with `length` and `r` from the options of
+    the command line.
 
     Args:
-        arguments: the parsed command line.
         tokenizer: tokenizer for prompts of text, or None for token ids.
         is_chat: without a tokenizer, make prompts of common words.
 
@@ -227,7 +225,6 @@ def make_works(arguments: argparse.Namespace, tokenizer: Any, is_chat: bool = Fa
     """Return the requests of a benchmark from the data set that --dataset-name selects.
 
     Args:
-        arguments: the parsed command line.
         tokenizer: makes and counts text, or None for prompts of token ids.
         is_chat: whether requests are sent to the chat endpoint.
 

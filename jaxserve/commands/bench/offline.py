@@ -39,7 +39,6 @@ def open_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[tupl
     The engine is closed at the end of the context.
 
     Args:
-        arguments: the parsed command line.
         **defaults: settings that the command line can override.
 
     Raises:

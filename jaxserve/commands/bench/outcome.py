@@ -153,9 +153,7 @@ class Reader:
     def feed(self, data: bytes, now: float) -> None:
         """Parse the next bytes of the answer, which may end within an event.
 
-        Args:
-            data: the bytes.
-            now: the time of their arrival, by `time.perf_counter`.
+        `now` is the time at which the bytes arrived, by `time.perf_counter`.
         """
         *events, self._rest = (self._rest + data.replace(b"\r\n", b"\n")).split(b"\n\n")
         for event in events:

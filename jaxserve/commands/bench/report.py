@@ -27,10 +27,10 @@ def tpot(outcome: Outcome) -> float:
 
 
 def samples(outcomes: Iterable[Outcome]) -> dict[str, np.ndarray]:
-    """Return the values of the four latency metrics for all successful requests, in milliseconds.
+    """Return the latency values of all successful requests by metric, in milliseconds.
 
-    The result maps "ttft", "tpot", "itl" and "e2el" to an array. "itl" has a value for each gap
-    between events, and the others have one for each request.
+    The array of "itl" has a value for each gap between events. The arrays of "ttft", "tpot" and
+    "e2el" have a value for each request.
     """
     done = [outcome for outcome in outcomes if outcome.is_success]
     seconds = {
@@ -43,14 +43,10 @@ def samples(outcomes: Iterable[Outcome]) -> dict[str, np.ndarray]:
 
 
 def statistics_of(values: np.ndarray, name: str, percentiles: Sequence[float]) -> dict[str, float]:
-    """Return mean, median, standard deviation and percentiles of a latency metric.
+    """Return mean, median, standard deviation and percentiles of a metric's values in milliseconds.
 
-    The result has names like `p99_ttft_ms`. Statistics of an empty array are 0.
-
-    Args:
-        values: the values in milliseconds.
-        name: name of the metric, such as "ttft".
-        percentiles: numbers from 0 to 100.
+    The result is a dict with names like `p99_ttft_ms`, where `name` is "ttft". Without values all
+    are 0.
     """
     if not len(values):
         values = np.zeros(1)
@@ -67,9 +63,7 @@ def statistics_of(values: np.ndarray, name: str, percentiles: Sequence[float]) -
 def is_good(outcome: Outcome, objectives: dict[str, float]) -> bool:
     """Return whether a successful request met every latency objective.
 
-    Args:
-        outcome: the request.
-        objectives: limits in milliseconds of "ttft", "tpot" and "e2el".
+    `objectives` has limits in milliseconds of "ttft", "tpot" and "e2el".
     """
     taken = {"ttft": outcome.ttft, "tpot": tpot(outcome), "e2el": outcome.latency}
     return all(taken[name] * 1e3 <= limit for name, limit in objectives.items())
@@ -81,15 +75,14 @@ def summarize(
     percentiles: Sequence[float],
     objectives: dict[str, float],
 ) -> dict[str, Any]:
-    """Return the results of a load by vLLM's names: counts, throughputs and latency statistics.
+    """Return a dict of a load's results by vLLM's names: counts, throughputs, latency statistics.
 
     Throughputs are means over the whole duration. Failed requests are only counted.
 
     Args:
-        run: the outcomes of the load.
-        metrics: names of the latency metrics to include.
-        percentiles: percentiles of each metric.
-        objectives: limits in milliseconds by metric, for the goodput. Without them it is None.
+        metrics, percentiles: the latency metrics to include, and the percentiles of each.
+        objectives: limits in milliseconds by metric, for the goodput. If empty, the goodput is
+            None.
     """
     outcomes, duration = run.outcomes, max(run.duration, 1e-9)
     done = [outcome for outcome in outcomes if outcome.is_success]
@@ -120,9 +113,6 @@ def peaks(done: Sequence[Outcome]) -> tuple[float, int]:
 
     As in vLLM, seconds begin at the start of the first request, and an event counts as one token.
     Both numbers are 0 without requests.
-
-    Args:
-        done: the successful requests.
     """
     if not done:
         return 0.0, 0
@@ -159,11 +149,9 @@ def details(run: Run) -> dict[str, Any]:
 def table(
     result: dict[str, Any], metrics: Sequence[str], max_concurrency: int | None, rate: float
 ) -> str:
-    """Return the results of a load as text: the table that `vllm bench serve` prints.
+    """Return the results of `summarize` as text: the table that `vllm bench serve` prints.
 
     Args:
-        result: the results from `summarize`.
-        metrics: names of the latency metrics to show.
         max_concurrency: the limit of requests in progress, or None.
         rate: the requested number of requests per second.
     """

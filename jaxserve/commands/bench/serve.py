@@ -94,12 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def first_model(base: str, headers: dict[str, str], verify: bool) -> tuple[str, str]:
-    """Return the name and the root (its path or hub name) of the first model that a server lists.
+    """Return the name and the root (path or hub name) of the first model that a server lists.
 
-    Args:
-        base: URL of the server without a path.
-        headers: headers of the request, such as the API key.
-        verify: whether to check TLS certificates.
+    `base` is the URL of the server without a path, and `verify` whether TLS certificates are
+    checked.
 
     Raises:
         CommandError: the server cannot be reached, or its list is empty.
@@ -172,11 +170,6 @@ async def _load(target: Target, works: list[Work], arguments: argparse.Namespace
     """Send a load to a server, and return its Run.
 
     If requested, wait first until the server answers, and send requests to warm it up.
-
-    Args:
-        target: the endpoint of the server.
-        works: the requests.
-        arguments: the parsed command line.
 
     Raises:
         CommandError: the server has not answered in time.
