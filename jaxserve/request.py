@@ -155,11 +155,11 @@ class SamplingParams:
             None draws a seed from the engine's seed.
         stop: string, or up to 128 strings, that end the text. The text excludes them unless
             `include_stop_str_in_output` is set.
-        stop_token_ids: token ids that end the sequence, besides those of the model.
+        stop_token_ids: token ids that end the sequence, besides the model's end-of-sequence tokens.
         ignore_eos: continue after the model's end-of-sequence tokens.
         max_tokens: largest number of generated tokens. None is the rest of the model's context.
         min_tokens: number of tokens before the sequence may end, at most `max_tokens`. As in vLLM,
-            the end of the context still ends it.
+            the end of the context ends the sequence earlier.
         detokenize: whether outputs contain text.
         skip_special_tokens: whether special tokens are omitted from the text.
         spaces_between_special_tokens: whether a special token after another one keeps the spaces
@@ -176,7 +176,7 @@ class SamplingParams:
         logprobs: number of most likely tokens whose log-probabilities outputs contain, besides
             those of the generated tokens. -1 is all, None omits log-probabilities. The limit is the
             engine's `max_logprobs`, and its `logprobs_mode` selects raw or processed values.
-        prompt_logprobs: the same for the tokens of the prompt except the first.
+        prompt_logprobs: like `logprobs`, for each token of the prompt except the first.
         logprob_token_ids: up to 128 token ids, whose log-probabilities outputs contain instead of
             the most likely tokens. `logprobs` is then None or their number.
         structured_outputs: the format that the text must have.

@@ -150,7 +150,7 @@ def _object(form: str, noun: str) -> Any:
 
 
 def _check_size(schema: Any, form: str) -> None:
-    """Raise InvalidRequest if a decoded JSON value has too many levels, or entries at one place.
+    """Raise InvalidRequest if a decoded JSON value has too many levels or too large containers.
 
     `form` is the name of the checked field in the error message.
     """

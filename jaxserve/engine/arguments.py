@@ -33,7 +33,7 @@ class EngineArgs(SimpleNamespace):
         super().__init__(**known_names | {"model": model} | settings)
 
     def create_engine_config(self, *_: Any, **__: Any) -> EngineConfig:
-        """Return the attributes as a validated `EngineConfig`.
+        """Return the settings of this object as a validated `EngineConfig`.
 
         All arguments are ignored. They allow calls that pass the arguments of vLLM's method.
 

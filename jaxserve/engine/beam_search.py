@@ -153,7 +153,7 @@ def step_settings(params: BeamSearchParams, temperature: float, limits: Limits) 
         temperature: temperature of the request, which affects only processed log-probabilities.
 
     Raises:
-        InvalidRequest: a token id of `params` is not in the vocabulary, or the engine's
+        InvalidRequest: an allowed token id of the search is not in the vocabulary, or the engine's
             max_logprobs is below the number of candidates.
     """
     name, listed = "allowed_token_ids", params.allowed_token_ids

@@ -132,7 +132,7 @@ class Delivery:
         return list(self._live.values())
 
     def replace(self, live: LiveSequence, sequence: Sequence) -> None:
-        """Register a new scheduler sequence for a live sequence whose request resumes."""
+        """Make a live sequence use a new scheduler sequence, when its paused request resumes."""
         del self._live[live.sequence]
         live.sequence = sequence
         self._live[sequence] = live

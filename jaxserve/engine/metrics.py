@@ -84,7 +84,7 @@ class MemoryUse:
     """Total and used units of one kind of memory that holds the state of layers (see `MemoryKind`).
 
     Attributes:
-        name: name of the kind, such as the KV cache's.
+        name: name of the kind, such as "KV cache".
         unit: "page" or "slot".
         count: units in total, without the null page or the null slot.
         in_use: units that sequences hold now.

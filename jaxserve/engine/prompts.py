@@ -231,7 +231,8 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
         token_ids: a list or array of one or more integers in [0, vocab_size).
 
     Raises:
-        InvalidRequest: the prompt is not such a list. The message names the first bad position.
+        InvalidRequest: the prompt has another form, or an id outside this range, whose first
+            position is in the message.
     """
     if not is_listing(token_ids):
         kind = type(token_ids).__name__

@@ -85,7 +85,7 @@ class Recovery:
         return 2 if self.is_testing and sequence in self._suspects else 0
 
     def has_read(self, plan: LaunchPlan) -> None:
-        """Record that a step of this plan has succeeded, before the step is committed.
+        """Record that the step of a plan has succeeded, before the step is committed.
 
         Sequences that have sampled a token in the step become trusted, and their failures are
         forgotten.

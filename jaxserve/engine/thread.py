@@ -278,7 +278,7 @@ class EngineOwner:
         return self._thread.engine.loaded.recommends_sampling
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters that the checkpoint sets for requests without any."""
+        """Return the checkpoint's default SamplingParams, for requests that pass none."""
         return self._thread.engine.loaded.default_sampling
 
     def get_tokenizer(self) -> Any:
