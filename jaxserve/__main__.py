@@ -7,7 +7,7 @@ from jaxserve.start.interrupts import run_interruptible
 
 
 def main() -> int:
-    """Run the command line, and return its exit status."""
+    """Run the `jaxserve` command line with interrupts handled, and return its exit status."""
     return run_interruptible(_command)
 
 

@@ -2,14 +2,14 @@
 
 
 class JaxserveError(Exception):
-    """Base class of all errors of jaxserve."""
+    """Base class of the errors that jaxserve defines."""
 
 
 class InvalidRequest(JaxserveError, ValueError):
-    """A request or a setting with an invalid field, token or size.
+    """Error for a request or an engine setting with an invalid field, token or size.
 
     Attributes:
-        parameter: name of the invalid field, or None if it is not a single field.
+        parameter: name of the invalid field, or None if the error is not about a single field.
     """
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
@@ -18,28 +18,28 @@ class InvalidRequest(JaxserveError, ValueError):
 
 
 class PromptTooLong(InvalidRequest):
-    """A prompt that leaves no room for an answer in the model's context."""
+    """Error for a prompt that fills the model's context, so that no token can be generated."""
 
 
 class UnsupportedModel(JaxserveError, ValueError):
-    """A model whose architecture or configuration jaxserve does not support."""
+    """Error for a model whose architecture or configuration jaxserve does not support."""
 
 
 class CheckpointError(JaxserveError, ValueError):
-    """Files of a model that are missing, malformed, or contradict its configuration."""
+    """Error for a model whose files are missing or malformed, or contradict its configuration."""
 
 
 class DeviceError(JaxserveError, RuntimeError):
-    """A device that JAX cannot start or does not support."""
+    """Error for a device (GPU or CPU) that JAX cannot start or that jaxserve does not support."""
 
 
 class Overloaded(JaxserveError, RuntimeError):
-    """The queue is full. The caller may try again later."""
+    """Error for a request that is refused because the queue is full. It may be sent again later."""
 
 
 class EngineClosed(JaxserveError, RuntimeError):
-    """The engine was closed or belongs to another process, and accepts no requests."""
+    """Error for a call of an engine that was closed, or that was created by another process."""
 
 
 class EngineDead(JaxserveError, RuntimeError):
-    """The engine loop has ended after an error from which it could not recover."""
+    """Error for a call of an engine that has ended after an unrecoverable error."""

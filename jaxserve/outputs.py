@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's natural log-probability, its rank (1 is the most likely) and its text.
+    """Score of one token: natural log-probability, rank (1 is the most likely token) and text.
 
-    The text is None without a tokenizer, or with `detokenize=False`.
+    The text `decoded_token` is None without a tokenizer, or if the request has `detokenize=False`.
     """
 
     logprob: float
@@ -19,12 +19,17 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One completion of a prompt, complete or so far.
+    """One of the `n` completions of a prompt, either complete or as far as it has been generated.
 
-    `logprobs` has a dict for each token, with its own Logprob first and then the Logprobs of the
-    most likely tokens, by their ids. `cumulative_logprob` is the sum over the tokens. Both are None
-    unless the request set logprobs. `error` is the reason of the finish_reason "error", or of
-    "abort" if the engine was closed or stopped. Text and tokens before the error are present.
+    Attributes:
+        index: number of the completion, from 0 to n - 1.
+        text, token_ids: the generated text and tokens, also those before an error.
+        finish_reason: "stop", "length", "abort" or "error", or None while the completion runs.
+        stop_reason: stop token id or stop string that ended the completion, or None.
+        cumulative_logprob: sum of the log-probabilities of the generated tokens.
+        logprobs: for each generated token a dict by token id: the Logprob of the token itself, then
+            of the most likely tokens. Both are None unless the request has `logprobs`.
+        error: message for finish_reason "error", or for "abort" because the engine ended.
     """
 
     index: int
@@ -42,12 +47,14 @@ class CompletionOutput:
 
 @dataclass
 class RequestStateStats:
-    """Times of a request and counts of its tokens, with vLLM's names.
+    """Statistics of one request, with vLLM's names: times, generated tokens and preemptions.
 
-    `arrival_time` is of the wall clock (`time.time`). The other times are of `time.monotonic`: when
-    the engine accepted the request, gave it the first slot, and read its first and last token. For
-    several completions they are the earliest times, and the end of the last completion. They are 0
-    until a completion has ended. `first_token_latency` is in seconds, from `queued_ts`.
+    `arrival_time` is a time of `time.time`. The other times are of `time.monotonic`: `queued_ts`
+    when the engine accepted the request, `scheduled_ts` when it got its first slot,
+    `first_token_ts` and `last_token_ts` when its first and last token were read. They are 0 until a
+    completion has ended. Of several completions, `scheduled_ts` and `first_token_ts` are the
+    smallest times and `last_token_ts` is the largest. `first_token_latency` is the time from
+    `queued_ts` to `first_token_ts` in seconds.
     """
 
     num_generation_tokens: int = 0
@@ -62,13 +69,21 @@ class RequestStateStats:
 
 @dataclass
 class RequestOutput:
-    """The answer of a request: complete from `LLM`, the part since the last one from `AsyncLLM`.
+    """The output of one request: a prompt and its completions, with their text and tokens.
 
-    `num_cached_tokens` counts the prompt tokens whose keys and values were in the prefix cache.
-    `error` is the error of the first failed completion, or None. A failed request does not raise,
-    so that other requests of a call keep their answers. `prompt_logprobs`, if requested, has an
-    entry for each token of the prompt, with None for the first. `metrics` are complete in the last
-    output of a request.
+    `LLM` returns one complete output per prompt. `AsyncLLM` yields several outputs per request, and
+    each holds only the text and tokens since the previous one.
+
+    Attributes:
+        prompt: text of the prompt, or None if the caller passed token ids.
+        outputs: the completions of the prompt.
+        finished: whether all completions have ended.
+        num_cached_tokens: prompt tokens whose keys and values were in the prefix cache.
+        error: message of the first failed completion, or None. A failed request raises no
+            exception, so that the other requests of the call keep their outputs.
+        prompt_logprobs: for each prompt token a dict of Logprobs by token id, None for the first
+            token. None unless the request has `prompt_logprobs`.
+        metrics: statistics of the request, complete in its last output.
     """
 
     request_id: str
@@ -84,10 +99,15 @@ class RequestOutput:
 
 @dataclass
 class BeamSearchSequence:
-    """A sequence of a beam search: tokens and text of the prompt and the answer together.
+    """One sequence of a beam search: the prompt, and the tokens that the search has generated.
 
-    `logprobs` has a dict of the candidates for each generated token, by their ids. `cum_logprob` is
-    the sum over the tokens, including one that ended the sequence.
+    Attributes:
+        tokens: token ids of prompt and continuation together.
+        logprobs: for each generated token a dict of the Logprobs of its candidates, by token id.
+        cum_logprob: sum of the log-probabilities of the generated tokens.
+        text: text of `tokens`, or None without a tokenizer.
+        finish_reason: "stop" after an end token, otherwise "length". None for a prompt alone.
+        stop_reason: id of the token that ended the sequence, or None.
     """
 
     tokens: list[int]
@@ -100,6 +120,6 @@ class BeamSearchSequence:
 
 @dataclass
 class BeamSearchOutput:
-    """The sequences of a beam search, the best one first."""
+    """The result of a beam search for one prompt: its sequences, the best score first."""
 
     sequences: list[BeamSearchSequence]

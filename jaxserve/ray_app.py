@@ -19,11 +19,13 @@ from jaxserve.settings.config import EngineConfig
 
 
 def deployment(args: Mapping[str, Any]) -> serve.Application:
-    """Return the application of replicas, for `serve.run` or a configuration file.
+    """Return the Ray Serve application that runs replicas of the jaxserve server.
+
+    A configuration file of Ray Serve names this function, and it can be passed to `serve.run`.
 
     Args:
-        args: settings, `args` in the file: `model`, and fields of `EngineConfig`, `ServerConfig`
-            and `FleetConfig`.
+        args: settings by name: `model`, and fields of `EngineConfig`, `ServerConfig` and
+            `FleetConfig`. In a configuration file they are the mapping `args`.
 
     Raises:
         InvalidRequest: (a ValueError) a setting is unknown, out of range, or not supported with

@@ -44,16 +44,17 @@ MAX_BAD_WORD_TOKENS = 16
 
 
 class StopStrings:
-    """Index of stop strings. The time to search a token's text hardly depends on their number.
+    """Index of the stop strings of a request, which finds the first one in a growing text.
 
-    A match must end in the newest piece of the text. Each character of the piece selects the
-    strings that end with it, and only these strings are compared.
+    Text arrives piece by piece, and only matches that end in the newest piece are searched. Each
+    character of that piece selects the stop strings that end with it, so the time per token hardly
+    depends on the number of strings.
 
     Args:
-        strings: one or more strings, each with one or more characters.
+        strings: one or more stop strings, each with one or more characters.
 
     Attributes:
-        longest: length of the longest string.
+        longest: number of characters of the longest stop string.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -65,14 +66,14 @@ class StopStrings:
             self._by_end[string[-1]] = (*self._by_end.get(string[-1], ()), string)
 
     def find(self, text: str, start: int, settled: int) -> tuple[int, str] | None:
-        """Return the index and the string of the first match, or None.
+        """Return the start index and the stop string of the first match in a text, or None.
 
-        Of several matches that begin at one index, it is the shortest.
+        Of several matches that begin at the smallest index, the shortest is returned.
 
         Args:
             text: the text to search.
             start: smallest index at which a match may begin.
-            settled: length of the text without its newest piece, which has been searched before.
+            settled: number of characters before the newest piece, in which no match may end.
         """
         if self._by_end.keys().isdisjoint(text[settled:]):
             return None
@@ -90,13 +91,14 @@ class StopStrings:
         return place, text[place : place + length]
 
     def first_beginning(self, text: str, start: int) -> int:
-        """Return the first index from which the rest of the text is the beginning of a string.
+        """Return the smallest index from which the text may be the beginning of a stop string.
 
-        The result is the length of the text if no index qualifies. No string begins before the
-        result in any longer text, so the next search may start there.
+        `text[index:]` then begins a stop string that further text may complete. The result is
+        `len(text)` if there is no such index. A match in any longer text begins at the result or
+        later, so the next search may start there.
 
         Args:
-            text: the text to search.
+            text: the text to examine.
             start: smallest index to consider.
         """
         for place in range(max(start, len(text) - self.longest + 1), len(text)):
@@ -111,7 +113,7 @@ class StopStrings:
 
 
 class FinishReason(enum.StrEnum):
-    """The reason why a sequence ended."""
+    """The reason why a sequence ended: "stop", "length", "abort" or "error"."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -120,7 +122,10 @@ class FinishReason(enum.StrEnum):
 
 
 class SamplerFeature(enum.IntFlag):
-    """Features of the sampler that a request uses in addition to the settings of every row."""
+    """Flags of the sampling features that cost extra work, such as penalties, biases and logprobs.
+
+    A request has the flags of the features that it uses (`SamplingParams.features`).
+    """
 
     PENALTIES = 1
     ALLOWED = 2
@@ -150,11 +155,11 @@ class SamplingParams:
             None draws a seed from the engine's seed.
         stop: string, or up to 128 strings, that end the text. The text excludes them unless
             `include_stop_str_in_output` is set.
-        stop_token_ids: token ids that end the sequence, besides those of the model.
+        stop_token_ids: token ids that end the sequence, besides the model's end-of-sequence tokens.
         ignore_eos: continue after the model's end-of-sequence tokens.
         max_tokens: largest number of generated tokens. None is the rest of the model's context.
         min_tokens: number of tokens before the sequence may end, at most `max_tokens`. As in vLLM,
-            the end of the context still ends it.
+            the end of the context ends the sequence earlier.
         detokenize: whether outputs contain text.
         skip_special_tokens: whether special tokens are omitted from the text.
         spaces_between_special_tokens: whether a special token after another one keeps the spaces
@@ -171,7 +176,7 @@ class SamplingParams:
         logprobs: number of most likely tokens whose log-probabilities outputs contain, besides
             those of the generated tokens. -1 is all, None omits log-probabilities. The limit is the
             engine's `max_logprobs`, and its `logprobs_mode` selects raw or processed values.
-        prompt_logprobs: the same for the tokens of the prompt except the first.
+        prompt_logprobs: like `logprobs`, for each token of the prompt except the first.
         logprob_token_ids: up to 128 token ids, whose log-probabilities outputs contain instead of
             the most likely tokens. `logprobs` is then None or their number.
         structured_outputs: the format that the text must have.
@@ -244,7 +249,7 @@ class SamplingParams:
 
     @cached_property
     def stop_strings(self) -> StopStrings | None:
-        """The index of the stop strings, which all completions of a request share, or None."""
+        """The index of the request's stop strings, created once, or None without stop strings."""
         return StopStrings(self.stop) if self.stop else None
 
     @property
@@ -403,19 +408,21 @@ class BeamSearchParams:
     """Settings of a beam search, with vLLM's names.
 
     Args:
-        beam_width: number of sequences of each step and of the result, 1 to 128. Twice as many
-            candidates of each sequence are compared, so that the engine's `max_logprobs` limits it.
-        max_tokens: number of steps of the search.
+        beam_width: number of sequences that each step keeps and that the result has, 1 to 128. Each
+            step compares `2 * beam_width` next tokens of every sequence, which must not exceed the
+            engine's `max_logprobs`.
+        max_tokens: largest number of generated tokens of a sequence, one per step.
         ignore_eos: continue after the model's end-of-sequence tokens.
         temperature: divides logits if the engine's `logprobs_mode` is a processed one.
-        length_penalty: the score of a sequence is its sum of log-probabilities divided by the
-            number of generated tokens to this power, -16 to 16.
-        include_stop_str_in_output: whether the token that ended a sequence is one of its tokens.
+        length_penalty: exponent from -16 to 16. The score of a sequence is the sum of its
+            log-probabilities divided by (number of generated tokens) ** length_penalty.
+        include_stop_str_in_output: has no effect. The tokens of a sequence always include the
+            end-of-sequence token that ended it.
         skip_special_tokens: whether special tokens are omitted from the text.
-        allowed_token_ids: the only candidates, up to 128, or None.
+        allowed_token_ids: up to 128 token ids that are the only candidates, or None for all tokens.
 
     Raises:
-        InvalidRequest: on construction, names the first invalid field.
+        InvalidRequest: on construction. The error names the first invalid field.
     """
 
     beam_width: int
@@ -448,7 +455,10 @@ class BeamSearchParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to continue, already checked against the engine's limits."""
+    """A validated request: token ids of one prompt, sampling settings, seed, limits and priority.
+
+    `RequestFactory.make` creates it after checks against the engine's limits.
+    """
 
     request_id: str  # name that the caller has chosen
     prompt_token_ids: Any  # int32[prompt length], read-only

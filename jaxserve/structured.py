@@ -29,27 +29,29 @@ _FORMATS = frozenset(
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Exactly one of six formats, with options, under vLLM's names.
+    """The format that the text of an answer must have: one of six kinds, under vLLM's names.
+
+    Exactly one of the first six arguments must be set. All further arguments are options.
 
     Args:
         json: a JSON schema, as text or as a mapping.
-        json_object: any JSON object.
+        json_object: True for any JSON object.
         regex: a regular expression that matches the whole text, without backreferences and
             look-around.
-        choice: texts, one of which is the answer.
+        choice: a list of texts, one of which is the answer.
         grammar: a context-free grammar in the syntax of Lark or GBNF (`root ::= ...`).
-        structural_tag: text with a format inside of tags, which begin with triggers, as JSON or as
-            a mapping: {"type": "structural_tag", "format": {...}} in xgrammar's language, or the
+        structural_tag: free text in which tags enclose parts of a given format, as JSON or as a
+            mapping: {"type": "structural_tag", "format": {...}} in xgrammar's language, or the
             older {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
-        whitespace_pattern: a regular expression for the whitespace between the parts of a JSON
-            text. None is up to 16 spaces and line ends.
-        disable_any_whitespace: forbid whitespace between these parts.
+        whitespace_pattern: a regular expression for the whitespace between the elements of a JSON
+            text. None allows up to 16 spaces and line ends.
+        disable_any_whitespace: forbid whitespace between the elements of a JSON text.
         disable_additional_properties: allow only the properties that an object of the schema names.
         lenient: omit keywords of `json` that are malformed or that a grammar cannot enforce.
 
     Raises:
-        InvalidRequest: there is not exactly one format, or it exceeds a limit. Unsupported contents
-            are found later, by the compiler of grammars.
+        InvalidRequest: on construction, if there is not exactly one format or if a value exceeds a
+            limit. Contents that the compiler of grammars does not support are found later.
     """
 
     # `form` and `text` are the format as values that can be hashed.
@@ -88,13 +90,14 @@ class StructuredOutputsParams:
 
 
 def plain_schema(schema: Any, closes: bool = False) -> Any:
-    """Return a schema without formats that the compiler of grammars does not support.
+    """Return a copy of a JSON schema without `format` values that the grammar compiler lacks.
 
-    By JSON Schema, an unknown format does not restrict a value.
+    By JSON Schema, an unknown format does not restrict a value. Keywords are examined at all
+    levels, except inside plain values such as `enum` and `default`.
 
     Args:
-        schema: a JSON schema, or a part of one.
-        closes: forbid additional properties of objects that name properties.
+        schema: a JSON schema, or a value inside one.
+        closes: also set `additionalProperties` to False in every object that has `properties`.
     """
     if isinstance(schema, list):
         return [plain_schema(item, closes) for item in schema]
@@ -118,7 +121,12 @@ def _problem(form: str, message: str) -> InvalidRequest:
 
 
 def _object(form: str, noun: str) -> Any:
-    """Return a function that checks the size of a JSON object and returns it as text."""
+    """Return a function that validates a JSON object and returns it as JSON text.
+
+    The function takes text or a mapping. It raises InvalidRequest if the value is not a JSON
+    object, or exceeds the limits of bytes, entries and levels. Its messages name the field `form`
+    ("json") and the expected value `noun` ("a JSON schema").
+    """
 
     def check(value: Any) -> str:
         text = value
@@ -142,7 +150,10 @@ def _object(form: str, noun: str) -> Any:
 
 
 def _check_size(schema: Any, form: str) -> None:
-    """Check depth and width of a schema, level by level."""
+    """Raise InvalidRequest if a decoded JSON value has too many levels or too large containers.
+
+    `form` is the name of the checked field in the error message.
+    """
     level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         below: list[Any] = []

@@ -35,10 +35,10 @@ class Case:
         op: "ragged", "decode", "kv_write" or "rope_kv_write".
         device: the device that the code is compiled for.
         query_dtype: dtype of the queries, or of the keys to be written.
-        page_dtype: dtype of the pages.
-        T: tokens.
+        page_dtype: dtype of the pages of the KV cache.
+        T: tokens of the call.
         R: rows of the page table. 0 for writes.
-        P: pages.
+        P: pages of the KV cache.
         S: tokens of a page.
         M: columns of the page table. 0 for writes.
         N: query heads. Equal to K for ``kv_write``.
@@ -71,7 +71,17 @@ class Case:
         heads: int,
         table: tuple[int, int] = (0, 0),
     ) -> Case:
-        """Return the case of a call with pages [P,K,S,H] and a page table of the shape `table`."""
+        """Return the `Case` of an attention call or a KV write.
+
+        Args:
+            op: name of the operation, such as "decode".
+            device: the device that the code is compiled for.
+            query_dtype: dtype of the queries, or of the keys to be written.
+            k_pages: pages of keys [P,K,S,H], which give four sizes and the dtype of the pages.
+            tokens: T, the number of tokens of the call.
+            heads: N, the number of query heads.
+            table: shape (R, M) of the page table. (0, 0) for a write, which has none.
+        """
         (R, M), (P, K, S, H) = table, k_pages.shape
         dtypes = jnp.dtype(query_dtype), jnp.dtype(k_pages.dtype)
         return cls(op, device, *dtypes, T=tokens, R=R, P=P, S=S, M=M, N=heads, K=K, H=H)
@@ -82,18 +92,21 @@ class Case:
 
     @property
     def group(self) -> int:
-        """Query heads per kv head."""
+        """Number of query heads that share one kv head, N / K."""
         return self.N // self.K
 
     @property
     def page_array_bytes(self) -> int:
-        """Bytes of one of the two page arrays."""
+        """Bytes of one page array of the KV cache (all keys, or all values)."""
         return self.P * self.K * self.S * self.H * self.page_dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedCase:
-    """Shapes and dtype of a ``grouped_matmul`` call: A rows of D inputs, E groups, F outputs."""
+    """Shapes and dtype of a ``grouped_matmul`` call, by which its implementation is chosen.
+
+    The call multiplies A rows of D inputs, each by the matrix [D,F] of one of E groups.
+    """
 
     device: DeviceLimits
     dtype: jnp.dtype
@@ -109,9 +122,10 @@ class GroupedCase:
 
 
 class AttentionArrays(NamedTuple):
-    """Arrays of an attention call, as ``ragged_paged_attention`` takes them.
+    """Array arguments of an attention call over the paged KV cache.
 
-    Without `query_start`, row r has only query r.
+    The fields have the shapes and dtypes of the arguments of ``ragged_paged_attention``.
+    `query_start` is None in ``paged_decode_attention``: row r then has exactly one query, q[r].
     """
 
     q: jax.Array
@@ -123,7 +137,12 @@ class AttentionArrays(NamedTuple):
 
     @classmethod
     def of(cls, *arrays: jax.Array) -> AttentionArrays:
-        """Return the arrays of an operation, in its order: six, or five without `query_start`."""
+        """Convert the arrays of an attention call to JAX arrays, and return them by name.
+
+        Args:
+            arrays: q, k_pages, v_pages, page_table, query_start and kv_len, in this order. If there
+                are five arrays, `query_start` is omitted and becomes None.
+        """
         listed = [jnp.asarray(array) for array in arrays]
         query_start = listed.pop(4) if len(listed) == 6 else None
         q, k_pages, v_pages, page_table, kv_len = listed
@@ -131,7 +150,7 @@ class AttentionArrays(NamedTuple):
 
     @property
     def starts(self) -> jax.Array:
-        """The array `query_start`, if rows can have several queries."""
+        """The array `query_start`, i32[R+1], of a call that has it (an assertion checks this)."""
         assert self.query_start is not None
         return self.query_start
 
@@ -147,9 +166,11 @@ class AttentionOptions:
 
     Attributes:
         scale: factor of the scores. None means ``H ** -0.5``.
-        window: a query at position p sees only positions greater than ``p - window``.
-        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``.
+        window: a query at position p sees only positions greater than ``p - window``. None for no
+            limit.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``. None for no cap.
         sinks: [N] logits that are added to the denominator of the softmax, without scale or cap.
+            None for no sinks.
         k_scale: f32[K] factors of the stored keys, given together with `v_scale`. Pages of int8
             require it as f32[P,K,S], one factor per token and kv head.
         v_scale: the same for the stored values.
@@ -166,11 +187,16 @@ class AttentionOptions:
     arrivals: jax.Array | None = None
 
     def score_scale(self, head_dim: int) -> float:
-        """Return the factor of the scores: `scale`, or ``head_dim ** -0.5`` if it is None."""
+        """Return the factor of attention scores: `scale`, or ``head_dim ** -0.5`` if it is None."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def check(self, num_heads: int, k_pages: jax.Array) -> None:
-        """Raise ValueError if an option does not fit the number of query heads or the pages."""
+        """Raise ValueError if an attention option has a wrong value, shape or dtype for a call.
+
+        Args:
+            num_heads: number of query heads, the required length of `sinks`.
+            k_pages: pages of keys [P,K,S,H], which determine the shape of `k_scale` and `v_scale`.
+        """
         window, soft_cap, scale = self.window, self.soft_cap, self.scale
         if window is not None and (not isinstance(window, int) or window < 1):
             raise ValueError(f"window is {window!r}; expected None or a positive int of positions")
@@ -193,7 +219,11 @@ NO_OPTIONS = AttentionOptions()
 
 
 def number_dtype(pages: jnp.dtype) -> jnp.dtype:
-    """Return the dtype of the numbers in pages: float8_e4m3fn for uint8, which stores its bits."""
+    """Return the dtype of the numbers in KV cache pages that are stored as `pages`.
+
+    This is float8_e4m3fn for uint8, which stores the bits of such numbers. Any other dtype is
+    returned unchanged.
+    """
     return FP8 if pages == FP8_BITS else jnp.dtype(pages)
 
 
@@ -220,7 +250,11 @@ def _check_rank(name: str, array: jax.Array, letters: str) -> None:
 
 
 def _check_pages(k_pages: jax.Array, v_pages: jax.Array) -> None:
-    """Raise ValueError unless both page arrays are [P,K,S,H] of one dtype and slots fit int32."""
+    """Raise ValueError unless the pages of keys and of values form a valid KV cache.
+
+    Both must be [P,K,S,H], without a size of 0, of the same supported dtype. The number of token
+    slots, P * S, must fit int32.
+    """
     _check_rank("k_pages", k_pages, "[P,K,S,H]")
     _check_dtype("k_pages", k_pages, PAGE_DTYPES)
     _check_shape("v_pages", v_pages, tuple(k_pages.shape), "[P,K,S,H]")
@@ -253,7 +287,16 @@ def _check_scales(k_scale: jax.Array | None, v_scale: jax.Array | None, k_pages:
 
 
 def attention_case(op: str, arrays: AttentionArrays, options: AttentionOptions) -> Case:
-    """Return the `Case` of an attention call on the target device, or raise ValueError."""
+    """Check the arguments of an attention call. Return its `Case` for the target device.
+
+    Args:
+        op: "ragged" (rows with any number of queries) or "decode" (one query per row).
+        arrays: queries, pages, page table and lengths.
+        options: options of the call.
+
+    Raises:
+        ValueError: a shape, dtype or option is wrong. The message names it and the allowed values.
+    """
     q, k_pages, v_pages, page_table, query_start, kv_len = arrays
     _check_rank("q", q, "[T,N,H]" if op == "ragged" else "[R,N,H]")
     _check_dtype("q", q, QUERY_DTYPES)
@@ -302,7 +345,11 @@ def kv_write_case(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
 ) -> Case:
-    """Return the `Case` of a ``kv_write`` call, or raise ValueError."""
+    """Check the arguments of a ``kv_write`` call. Return its `Case` (shapes, dtypes and `device`).
+
+    Raises:
+        ValueError: names the wrong argument, its shape or dtype, and the allowed values.
+    """
     _check_pages(k_pages, v_pages)
     _, num_kv_heads, _, head_dim = k_pages.shape
     _check_rank("k", k, "[T,K,H]")
@@ -323,7 +370,17 @@ def kv_write_case(
 def grouped_case(
     device: DeviceLimits, x: jax.Array, w: jax.Array, group_sizes: jax.Array
 ) -> GroupedCase:
-    """Return the `GroupedCase` of a ``grouped_matmul`` call, or raise ValueError."""
+    """Check the arguments of a ``grouped_matmul`` call. Return its `GroupedCase` for `device`.
+
+    Args:
+        device: the device that the code is compiled for.
+        x: [A,D] rows.
+        w: [E,D,F], one matrix for each group, of x's dtype.
+        group_sizes: i32[E] rows of each group.
+
+    Raises:
+        ValueError: names the wrong argument, its shape or dtype, and the allowed values.
+    """
     _check_rank("x", x, "[A,D]")
     _check_dtype("x", x, QUERY_DTYPES)
     _check_rank("w", w, "[E,D,F]")
@@ -347,18 +404,20 @@ def check_page_table(
     page_size: int,
     query_start: np.ndarray | None = None,
 ) -> None:
-    """Check that every page that a row will read exists. Runs on the host in NumPy, for debug mode.
+    """Raise ValueError if a row of a page table would read a page that does not exist.
+
+    This check runs on the host in NumPy, for debug mode.
 
     Args:
         page_table: i32[R, M] page ids. Entries after the last page of a row are ignored.
         kv_len: i32[R] positions per row.
-        num_pages: P.
-        page_size: S.
+        num_pages: P, the number of pages of the KV cache.
+        page_size: S, the tokens of a page.
         query_start: i32[R+1] or None. It must start at 0, never decrease, and give no row more
             queries than positions.
 
     Raises:
-        ValueError: names the first wrong row.
+        ValueError: names the first wrong row, or `query_start`.
     """
     table, lengths = np.asarray(page_table), np.asarray(kv_len)
     rows, pages_per_row = table.shape

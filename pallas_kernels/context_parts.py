@@ -32,27 +32,36 @@ QUERIES, CHUNK_TOKENS = 8, 128
 @partial(jax.tree_util.register_dataclass, data_fields=["first"], meta_fields=["stride"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartPositions:
-    """The positions of a part of the cache: `first`, i32[], and every `stride`-th one after it.
+    """Positions of the rows that one part of a KV cache holds, if it is sharded by position.
 
-    `stride` is the number of parts.
+    Attributes:
+        first: i32[], the first position of the part.
+        stride: number of parts. The part holds positions first, first + stride and so on.
     """
 
     first: jax.Array
     stride: int
 
     def count_below(self, position: jax.Array) -> jax.Array:
-        """Return the number of positions of the part that lie below `position`."""
+        """Return how many positions of this part of the KV cache are less than `position`."""
         return jnp.maximum(position - self.first + self.stride - 1, 0) // self.stride
 
 
 class QueryRows(NamedTuple):
-    """Rows of a step: where their tokens start, and their numbers of positions."""
+    """Rows (sequences) of a step: the tokens that each row has in the step, and its length.
+
+    Row r has tokens ``query_start[r]:query_start[r+1]`` and ``kv_len[r]`` positions in all parts.
+    """
 
     query_start: jax.Array  # i32[R + 1]
     kv_len: jax.Array  # i32[R]
 
     def tiles(self) -> tuple[jax.Array, jax.Array]:
-        """Return the position of each row's first query, and its number of tiles: i32[R] each."""
+        """Return two i32[R]: the position of each row's first query, and its number of query tiles.
+
+        Tiles begin at multiples of QUERIES positions. Rows without queries or positions have no
+        tiles.
+        """
         lengths = self.query_start[1:] - self.query_start[:-1]
         first = self.kv_len - lengths
         count = (self.kv_len - 1) // QUERIES - first // QUERIES + 1
@@ -69,20 +78,23 @@ def attention_of_part(
     positions: PartPositions,
     options: AttentionOptions = NO_OPTIONS,
 ) -> jax.Array:
-    """Compute causal attention over the positions of one part, without the final division.
+    """Compute causal attention over one part of a KV cache that is sharded by position.
+
+    The result lacks the division by the sum of the softmax weights. `merge_parts` combines the
+    results of all parts.
 
     Args:
         q: [T,N,H] queries. They are the last positions of each row, whether the part has them or
             not.
         k_pages, v_pages: [P,K,S,H] keys and values of the part.
+        page_table, query_start: as in ``ragged_paged_attention``.
         kv_len: i32[R] positions per row, in all parts together.
         positions: the positions of the part.
         options: as in ``ragged_paged_attention``, without sinks, which `merge_parts` adds.
-        Others: as in ``ragged_paged_attention``.
 
     Returns:
         [T,N,H+2] in float32 (float64 for float64): the weighted sum of the values, the greatest
-        score, and the sum of the weights relative to that score. Zeros for padding.
+        score, and the sum of the weights relative to that score. Zeros for padding tokens.
 
     Raises:
         ValueError: names the wrong argument and the allowed values.
@@ -106,11 +118,12 @@ def merge_parts(parts: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
     """Combine the results of `attention_of_part` of all parts into attention over all positions.
 
     Args:
-        parts: [n,T,N,H+2], the results of the n parts.
-        sinks: [N] logits that are added to the denominator of the softmax.
+        parts: [n,T,N,H+2], the results of the n parts of the KV cache.
+        sinks: [N] logits that are added to the denominator of the softmax, or None.
 
     Returns:
-        [T,N,H], of the dtype of `parts`.
+        [T,N,H] attention of T tokens and N query heads, of the dtype of `parts`. Zeros for padding
+        tokens.
     """
     sums, tops, totals = parts[..., :-2], parts[..., -2], parts[..., -1]
     top = tops.max(axis=0)
@@ -130,7 +143,19 @@ def _all_tiles(
     positions: PartPositions,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Compute attention of all scaled queries [T,K,G,H], tile by tile. Return [T,K,G,H+2]."""
+    """Compute unnormalized attention of all tokens over one part of the KV cache, tile by tile.
+
+    Args:
+        q: [T,K,G,H] scaled queries: G query heads for each of K kv heads.
+        cache: pages of the part.
+        rows: the tokens and lengths of the rows.
+        positions: the positions of the part.
+        options: window and soft cap.
+
+    Returns:
+        [T,K,G,H+2] of q's dtype: the weighted sum of the values, the greatest score, and the sum of
+        the weights relative to that score. Zeros for padding tokens.
+    """
     T, K, G, H = q.shape
     first, count = rows.tiles()
     end = jnp.cumsum(count)
@@ -163,10 +188,18 @@ def _tile(
     positions: PartPositions,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Compute attention of a tile of scaled queries [QUERIES,K,G,H] over the pages of one row.
+    """Compute unnormalized attention of a tile of one row's queries over one part of the KV cache.
 
-    `position` holds the positions of the queries. Returns [QUERIES,K,G,H+2], as
-    `attention_of_part` does.
+    Args:
+        q: [QUERIES,K,G,H] scaled queries: G query heads for each of K kv heads.
+        cache: pages of the part, with a page table of only this row.
+        position: i32[QUERIES] positions of the queries.
+        positions: the positions of the part.
+        options: window and soft cap.
+
+    Returns:
+        [QUERIES,K,G,H+2] of q's dtype: the weighted sum of the values, the greatest score, and the
+        sum of the weights relative to that score.
     """
     (Q, K, G, H), S = q.shape, cache.shape[1]
     pages = max(1, CHUNK_TOKENS // S)

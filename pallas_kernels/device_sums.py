@@ -28,7 +28,11 @@ _kernel = deferred("pallas_kernels.gpu.hopper_all_reduce", "sum_over_devices")
 
 
 def device_sum_limit(device: DeviceLimits, rows: int, width: int, devices: int) -> str | None:
-    """Return why the Hopper kernel cannot sum [rows, width] over `devices`, or None if it can."""
+    """Return why the Hopper kernel cannot sum arrays [rows, width] over a number of devices.
+
+    Returns:
+        The reason, as the text of an error message, or None if the kernel can compute the sum.
+    """
     if not device.has_wgmma:
         return f"it needs capability 9.0 and the device is {device}"
     if jax.__version_info__ < OLDEST_JAX:
@@ -44,7 +48,10 @@ def device_sum_limit(device: DeviceLimits, rows: int, width: int, devices: int) 
 
 
 def sum_in_order(parts: jax.Array) -> jax.Array:
-    """Sum `parts` [devices, ...] in the order of the devices, as the Hopper kernel must."""
+    """Add the arrays of all devices, `parts` [devices, ...], from the first to the last: [...].
+
+    This order of the additions is the specification of the Hopper kernel.
+    """
     first, *others = parts
     return functools.reduce(jnp.add, others, first)
 
@@ -54,12 +61,13 @@ def _has_kernel(rows: int, width: int, axis: str) -> bool:
 
 
 def sum_over_devices(x: jax.Array, axis: str) -> jax.Array:
-    """Sum x over the devices of an axis. Every device gets the same bits.
+    """Sum the arrays x of all devices of a mesh axis, element by element (an all-reduce).
 
-    The Hopper kernel adds in the order of the devices. If it cannot run, XLA adds in its own order.
+    Every device gets the same bits. The Hopper kernel adds in the order of the devices. If it
+    cannot run, XLA adds in its own order.
 
     Args:
-        x: [..., D], the part of this device. Bfloat16, float16, float32 or float64.
+        x: [..., D], the array of this device. Bfloat16, float16, float32 or float64.
         axis: name of the mesh axis.
 
     Returns:
@@ -82,9 +90,10 @@ def add_norm_over_devices(
     options: NormOptions,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum the result of a layer's block over devices, then compute ``add_norm``.
+    """Sum `delta` over the devices, add the sum to the residual stream x, and normalize.
 
-    On Hopper one launch does both.
+    This is ``add_norm`` after a layer's attention or MLP that is sharded over devices. On Hopper
+    one kernel launch does all of it.
 
     Args:
         x: [T,D] the residual stream, equal on all devices. Bfloat16, float16 or float32.
@@ -95,7 +104,7 @@ def add_norm_over_devices(
         implementation: of ``add_norm``, if the Hopper kernel cannot run.
 
     Returns:
-        The sum and its norm, [T,D] of x's dtype.
+        The new residual stream and its norm, [T,D] of x's dtype each.
 
     Raises:
         ValueError: names the wrong argument and the allowed values.

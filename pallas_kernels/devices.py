@@ -56,12 +56,12 @@ class DeviceLimits:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether this is an NVIDIA card."""
+        """Whether the device is an NVIDIA GPU."""
         return self.platform == "gpu"
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that one thread block can use."""
+        """Bytes of shared memory that one thread block of the card can use."""
         return SHARED_MEMORY.get(self.capability, SMALLEST_SHARED_MEMORY)
 
     @property
@@ -80,7 +80,10 @@ class DeviceLimits:
 
     @property
     def widens_one_row(self) -> bool:
-        """Whether XLA converts a whole 16-bit weight for a product of one row (not of two)."""
+        """Whether XLA converts a whole 16-bit weight to float32 to multiply a single row by it.
+
+        This is so on NVIDIA cards before Ampere. For two rows XLA does not convert the weight.
+        """
         return self.is_gpu and self.capability < (8, 0)
 
     @property
@@ -92,8 +95,8 @@ class DeviceLimits:
     def rounds_to_fp8(self) -> bool:
         """Whether Triton rounds float32 to float8_e4m3fn once, with an instruction of the card.
 
-        On 8.9 it first rounds to float16, towards zero. A number slightly above the midpoint of two
-        codes then gets the lower one.
+        On 8.9 Triton first rounds to float16, towards zero. A number slightly above the midpoint of
+        two float8 codes then gets the lower code.
         """
         return self.capability >= (9, 0)
 
@@ -104,7 +107,7 @@ class DeviceLimits:
 
     @property
     def shares_host_memory(self) -> bool:
-        """Whether the card uses the host's memory: Xavier, Orin, Thor and GB10 (DGX Spark)."""
+        """Whether the GPU has no memory of its own: Xavier, Orin, Thor and GB10 (DGX Spark)."""
         return self.capability in ((7, 2), (8, 7), (11, 0), (12, 1))
 
     def __str__(self) -> str:
@@ -115,7 +118,7 @@ class DeviceLimits:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A card of the table, for plans and for compiling without the card.
+    """An NVIDIA card of the table of known cards, for plans and for compiling without the card.
 
     Attributes:
         name: as the driver reports it.
@@ -133,7 +136,7 @@ class Card:
 
     @property
     def limits(self) -> DeviceLimits:
-        """The `DeviceLimits` of this card."""
+        """The `DeviceLimits` of this card of the table."""
         return DeviceLimits("gpu", self.name, self.capability, self.num_sms)
 
 
@@ -208,7 +211,10 @@ def _words(name: str) -> set[str]:
 
 
 def find_card(name: str) -> Card:
-    """Find a card in the table by its name or a part of it: "RTX 4090", "NVIDIA H100", "t4".
+    """Return the `Card` of a name or a part of it: "RTX 4090", "NVIDIA H100", "t4".
+
+    An exact name comes first, then the first card of the table that has all words of `name`. For a
+    MIG slice ("... MIG 3g.40gb") the card has the slice's multiprocessors, memory and bandwidth.
 
     Raises:
         ValueError: the table has no such card. The message lists its cards.
@@ -236,7 +242,10 @@ def find_card(name: str) -> Card:
 
 
 def limits_of(device: Any) -> DeviceLimits:
-    """Return the limits of a JAX device, real or abstract.
+    """Return the `DeviceLimits` of a JAX device, real or abstract.
+
+    An abstract GPU gets the limits of the card of its name in the table. An AMD device has the
+    platform "rocm".
 
     Raises:
         ValueError: the device is an abstract GPU whose name is not in the table.
@@ -257,7 +266,7 @@ def limits_of(device: Any) -> DeviceLimits:
 
 
 def target_device() -> DeviceLimits:
-    """Return the limits of the device that code is being compiled for.
+    """Return the `DeviceLimits` of the device that code is being compiled for.
 
     An abstract device of the current mesh comes first: this is how code is compiled for an absent
     GPU. ``jax.default_device`` is next, then the default backend. If a real device has the name of

@@ -28,13 +28,13 @@ def _left(bits: jax.Array, count: int) -> jax.Array:
 
 
 def small_halves(bits: jax.Array, nan: bool) -> jax.Array:
-    """Convert uint8 codes of float8_e4m3fn to float16 numbers, divided by 256.
+    """Convert codes of float8_e4m3fn exactly to float16 numbers that are 1/256 of their value.
 
     After a shift, exponent and mantissa of a code are exponent and mantissa of that float16, also
     for zero and subnormal numbers.
 
     Args:
-        bits: the codes.
+        bits: uint8 codes.
         nan: keep NaN. Without it, codes of NaN become 480 / 256.
     """
     wide = bits.astype(jnp.int32)
@@ -48,14 +48,14 @@ def small_halves(bits: jax.Array, nan: bool) -> jax.Array:
 
 
 def widen(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Convert uint8 codes of float8_e4m3fn to a float dtype of at least 16 bits."""
+    """Convert uint8 codes of float8_e4m3fn exactly to numbers of a float dtype of >= 16 bits."""
     if dtype == jnp.float16:
         return small_halves(bits, nan=True) * jnp.float16(256)
     return (small_halves(bits, nan=True).astype(jnp.float32) * 256).astype(dtype)
 
 
 def narrow(x: jax.Array) -> jax.Array:
-    """Round float32 numbers to the nearest uint8 codes of float8_e4m3fn, ties to even.
+    """Round float32 numbers to float8_e4m3fn and return its uint8 codes. Ties round to even.
 
     Numbers beyond 448 become 448 and NaN stays NaN, as in a cast of `clip(x, -448, 448)`.
     """

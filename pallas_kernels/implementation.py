@@ -98,9 +98,10 @@ def _run(module: str, function: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def module_of(op: str, name: str, platform: str) -> str:
-    """Return the module of an implementation of an operation, such as "gpu.triton_ragged".
+    """Return the module of an implementation of an operation, without the package name.
 
-    The Triton kernels run interpreted on every platform. An unknown platform runs what a CPU does.
+    An example is "gpu.triton_ragged". The Triton kernels run interpreted on every platform. An
+    unknown platform has the modules of a CPU.
     """
     if name.startswith("triton"):
         return KERNELS[op, "gpu"]["triton"]
@@ -111,7 +112,7 @@ def kernel(op: str, name: str, platform: str) -> Callable[..., Any]:
     """Return the function that implements an operation. Its module is imported at the first call.
 
     Args:
-        op: name of the operation.
+        op: name of the operation, such as "ragged".
         name: name of the implementation, as `choose` returns it.
         platform: platform of the device.
     """
@@ -121,7 +122,10 @@ def kernel(op: str, name: str, platform: str) -> Callable[..., Any]:
 
 
 def device_limit(name: str, device: DeviceLimits) -> str | None:
-    """Return why an implementation cannot run on a device at all, or None if it can."""
+    """Return why the implementation `name` can run no operation on a device, or None if it can.
+
+    The reason is the text of an error message. Shapes and dtypes are not considered.
+    """
     if name == "llvm" and device.platform != "cpu":
         return f"llvm needs a CPU and the platform is {device.platform}; allowed: triton or xla"
     if name not in ("triton", "mosaic_gpu"):
@@ -137,7 +141,7 @@ def device_limit(name: str, device: DeviceLimits) -> str | None:
 
 
 def _triton_limit(case: AnyCase) -> str | None:
-    """Return why the Triton kernels cannot compute a call, or None if they can."""
+    """Return why shapes or dtypes of a call do not fit the Triton kernels, or None if they fit."""
     if isinstance(case, ProductCase):
         if case.dtype.itemsize != 2:
             return f"x has dtype {case.dtype}; allowed: bfloat16 or float16"
@@ -174,7 +178,7 @@ def _triton_limit(case: AnyCase) -> str | None:
 
 
 def _mosaic_limit(case: AnyCase) -> str | None:
-    """Return why the Hopper kernel cannot compute a call, or None if it can."""
+    """Return why the Hopper attention kernel cannot compute the call `case`, or None if it can."""
     if not isinstance(case, Case) or case.op != "ragged":
         return f"there is no mosaic_gpu kernel for {case.op}; allowed: triton or xla"
     if case.S not in KERNEL_PAGE_SIZES:
@@ -192,7 +196,7 @@ def _mosaic_limit(case: AnyCase) -> str | None:
 
 
 def _llvm_limit(case: AnyCase) -> str | None:
-    """Return why the CPU kernels cannot compute a call, or None if they can."""
+    """Return why the CPU kernels cannot compute the call `case`, or None if they can."""
     if case.op not in ("ragged", "decode", "add_norm", "rope_kv_write"):
         return f"there is no llvm kernel for {case.op}; allowed: xla"
     if find_spec("llvmlite") is None:
@@ -224,7 +228,10 @@ def _llvm_limit(case: AnyCase) -> str | None:
 
 
 def limit(name: str, case: AnyCase) -> str | None:
-    """Return why the implementation `name` cannot compute the call `case`, or None if it can."""
+    """Return why the implementation `name` cannot compute the call `case`, or None if it can.
+
+    The reason is the text of an error message, about the device, a shape or a dtype.
+    """
     limits = {
         "llvm": _llvm_limit,
         "triton": _triton_limit,
@@ -237,11 +244,12 @@ def limit(name: str, case: AnyCase) -> str | None:
 
 
 def choose(requested: str, case: AnyCase) -> str:
-    """Return the name of the implementation that will run a call.
+    """Return the name of the implementation that will run a call, such as "triton".
 
     Args:
-        requested: "auto", or the name of an implementation.
-        case: shapes and dtypes of the call.
+        requested: the name of an implementation, or "auto" for the first one in `KERNELS` that can
+            compute the call and was timed at its head dim.
+        case: operation, device, shapes and dtypes of the call.
 
     Raises:
         ValueError: `requested` is unknown, or names an implementation that cannot run the call.

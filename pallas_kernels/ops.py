@@ -100,15 +100,17 @@ def paged_decode_attention(
     *,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Compute attention of one query per row, its last position, over its pages of the KV cache.
+    """Compute attention of one query per row over the row's pages of the KV cache.
+
+    The query of a row is at its last position and sees all its positions (or those in the window).
 
     Args:
-        q: [R,N,H]. Row r is the query at position ``kv_len[r] - 1``.
+        q: [R,N,H] queries. Row r is the query at position ``kv_len[r] - 1``.
+        k_pages, v_pages, page_table, options, implementation: as in ``ragged_paged_attention``.
         kv_len: i32[R] positions per row. The result of a row without positions is zero.
-        Others: as in ``ragged_paged_attention``.
 
     Returns:
-        [R,N,H] of q's dtype.
+        [R,N,H] of q's dtype, accumulated in float32 (float64 for float64).
     """
     arrays = AttentionArrays.of(q, k_pages, v_pages, page_table, kv_len)
     return _attention("decode", arrays, options, implementation)
@@ -136,12 +138,14 @@ def kv_write(
     v_scale: jax.Array | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Store the keys and values of a step in their pages. In place if the pages are donated.
+    """Store the keys and values of a step in their pages of the KV cache.
+
+    The pages are written in place if they are donated.
 
     Args:
         k: [T,K,H] keys.
         v: [T,K,H] values, of the dtype of k.
-        k_pages: [P,K,S,H].
+        k_pages: [P,K,S,H], any supported dtype except int8.
         v_pages: [P,K,S,H], of the dtype of k_pages.
         slot_mapping: i32[T]. Token t is stored in page ``slot // S`` at offset ``slot % S``. Tokens
             with a slot outside [0, P*S), such as -1, are not stored. A slot may occur once.
@@ -172,14 +176,16 @@ def quantized_kv_write(
     *,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Store the keys and values of a step as int8, with a scale for each token and kv head.
+    """Store the keys and values of a step as int8 codes, with a scale for each token and kv head.
 
-    All four arrays are written in place if they are donated.
+    The pages and scales are written in place if they are donated.
 
     Args:
-        k, v, slot_mapping: as in ``kv_write``.
+        k, v: [T,K,H] keys and values.
         k_pages, v_pages: i8[P,K,S,H] codes, from -127 to 127.
         k_scale, v_scale: f32[P,K,S]. The stored number is the code times its scale.
+        slot_mapping: i32[T]. Token t is stored in page ``slot // S`` at offset ``slot % S``. Tokens
+            with a slot outside [0, P*S), such as -1, are not stored.
         implementation: "auto" or "xla".
 
     Returns:
@@ -239,14 +245,17 @@ def rope_kv_write(
 def rope_kv_write_kernel(
     dtype: DTypeLike, k_pages: jax.Array, tokens: int, group: int, implementation: str
 ) -> str:
-    """Return the name of the implementation that would compute ``rope_kv_write``.
+    """Return the name of the implementation that ``rope_kv_write`` would run, such as "triton".
 
     Args:
         dtype: dtype of the queries.
-        k_pages: [P,K,S,H].
+        k_pages: [P,K,S,H] pages of keys, of which only shape and dtype are read.
         tokens: number of tokens.
         group: query heads per kv head.
-        implementation: as in ``rope_kv_write``.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
+
+    Raises:
+        ValueError: the given implementation cannot run the call.
     """
     case = qkv_case(target_device(), jnp.dtype(dtype), k_pages, tokens, group)
     return choose(implementation, case)
@@ -258,13 +267,13 @@ def grouped_matmul(
     """Multiply rows, which are sorted by group, each by the matrix of its group.
 
     The first ``group_sizes[0]`` rows of x belong to group 0, the next ``group_sizes[1]`` to group 1
-    and so on. Rows after the last group yield zeros. The cost depends on the rows, not on the
-    groups: the matrix of a group without rows is not read.
+    and so on. Rows after the last group yield zeros. The matrix of a group without rows is not
+    read, so the cost depends on the number of rows and not on the number of groups.
 
     Args:
-        x: [A,D], bfloat16, float16, float32 or float64.
-        w: [E,D,F], of the dtype of x.
-        group_sizes: i32[E], not negative, with a sum of at most A.
+        x: [A,D] rows, bfloat16, float16, float32 or float64.
+        w: [E,D,F] matrices of the E groups, of the dtype of x.
+        group_sizes: i32[E] rows of each group, not negative, with a sum of at most A.
         implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
@@ -309,7 +318,11 @@ def add_norm(
 
 
 def add_norm_kernel(x: jax.Array, implementation: str) -> str:
-    """Return the name of the implementation that would compute ``add_norm`` of rows x [T,D]."""
+    """Return the name of the implementation that ``add_norm`` would run for rows x [T,D].
+
+    An example is "triton". `implementation` is "auto" or one of ``IMPLEMENTATIONS``. If the named
+    one cannot run the call, ValueError is raised.
+    """
     return choose(
         implementation, RowsCase("add_norm", target_device(), jnp.dtype(x.dtype), *x.shape)
     )
@@ -347,14 +360,16 @@ def matmul_in_parts(
 ) -> jax.Array:
     """Multiply few rows by a matrix, as separate products over equal parts of the inputs.
 
+    A GPU kernel computes the parts in parallel. The caller adds them.
+
     Args:
         x: [T,D], bfloat16, float16, float32 or float64.
         w: [D,F], of the dtype of x.
-        parts: number of parts of D.
+        parts: number of parts of the D inputs, which divides D.
         implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        [parts,T,F], float32 or wider. The sum over the parts is the product x @ w.
+        [parts,T,F], float32 or wider. The sum over the first axis is the product x @ w.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     case = product_case("matmul_in_parts", target_device(), x, w, parts)
@@ -373,7 +388,7 @@ def gated_matmul(
 
     Args:
         x: [T,D], bfloat16, float16, float32 or float64.
-        w: [D,2,F] gate and up, of the dtype of x.
+        w: [D,2,F], the matrices gate and up side by side, of the dtype of x.
         activation: "silu", or "gelu_tanh", the approximation of GELU with tanh.
         implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
@@ -392,11 +407,14 @@ def gated_matmul(
 
 
 def has_few_row_product(op: str, x: jax.Array, outputs: int, implementation: str) -> bool:
-    """Return whether a kernel computes "matmul_in_parts" or "gated_matmul" (`op`) of rows x [T,D].
+    """Return whether a GPU kernel, rather than plain JAX, computes a product of few rows x [T,D].
 
-    If `implementation` names a kernel that cannot run the call, the result is False.
-    `implementation` may name a kernel of another operation, because products have no option of
-    their own.
+    Args:
+        op: "matmul_in_parts" or "gated_matmul".
+        x: the rows, of which only shape and dtype are read.
+        outputs: F, the number of outputs of the product.
+        implementation: "auto", "xla", "triton" or "triton_interpret". A named Triton kernel that
+            cannot run the call gives False.
     """
     case = ProductCase(op, target_device(), jnp.dtype(x.dtype), x.shape[0], x.shape[1], outputs)
     return _kernel_runs(implementation, case)
@@ -411,7 +429,7 @@ def greatest(x: jax.Array, *, implementation: str = "auto") -> jax.Array:
     """Return the argmax of each row: the first index of its greatest number.
 
     Args:
-        x: [R,V] float32 or float64.
+        x: [R,V] float32 or float64, such as the logits of R tokens.
         implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
@@ -426,7 +444,11 @@ def greatest(x: jax.Array, *, implementation: str = "auto") -> jax.Array:
 
 
 def has_greatest(x: jax.Array, implementation: str) -> bool:
-    """Return whether a kernel computes the argmax (``greatest``) of rows x [R,V]."""
+    """Return whether a GPU kernel, rather than plain JAX, computes the argmax of rows x [R,V].
+
+    The argmax is the operation ``greatest``. `implementation` is "auto", "xla", "triton" or
+    "triton_interpret". A named Triton kernel that cannot run the call gives False.
+    """
     return _kernel_runs(implementation, _greatest_case(x))
 
 

@@ -30,8 +30,9 @@ class QkvOptions:
         norm: eps, offset and rounding of both norms.
         mean_squares: f32[T,2] mean squares of all queries and of all keys of each token, for norms
             over all heads together. None if each head has its own norm.
-        interleaved: pairs to rotate are neighbours instead of halves of a head. The rotated heads
-            are stored as halves in both cases.
+        interleaved: whether the pairs of numbers to rotate are neighbours. Otherwise the numbers of
+            a pair are half of the rotated part apart. The rotated heads are stored in halves in
+            both cases.
         k_scale: f32[K]. Keys are divided by it before they are stored. Given together with v_scale.
         v_scale: f32[K], the same for values.
     """
@@ -49,7 +50,15 @@ class QkvOptions:
 def qkv_case(
     device: DeviceLimits, dtype: jnp.dtype, k_pages: jax.Array, tokens: int, group: int
 ) -> Case:
-    """Return the `Case` of a ``rope_kv_write`` call, by which its implementation is chosen."""
+    """Return the `Case` (shapes and dtypes) of a ``rope_kv_write`` call, without checks.
+
+    Args:
+        device: the device that the code is compiled for.
+        dtype: dtype of the queries.
+        k_pages: pages of keys [P,K,S,H].
+        tokens: number of tokens.
+        group: query heads per kv head.
+    """
     heads = k_pages.shape[1] * group
     return Case.of("rope_kv_write", device, dtype, k_pages, tokens=tokens, heads=heads)
 
@@ -64,7 +73,11 @@ def check_qkv(
     dtype: jnp.dtype,
     device: DeviceLimits,
 ) -> Case:
-    """Return the `Case` of a ``rope_kv_write`` call, or raise ValueError."""
+    """Check the arguments of a ``rope_kv_write`` call. Return its `Case` for `device`.
+
+    Raises:
+        ValueError: names the wrong argument and the expected shape, dtype or value.
+    """
     if k_pages.dtype == INT8:
         raise ValueError("k_pages has dtype int8; quantized_kv_write stores in those")
     if dtype not in QUERY_DTYPES:

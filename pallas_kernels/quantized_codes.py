@@ -16,20 +16,35 @@ GPU_BLOCK_BYTES = 64 << 20
 
 
 def codes_a_row(form: str) -> int:
-    """Return the number of codes that one element of the stored array holds: 2 for int4, else 1."""
+    """Return how many codes an element of the array of a quantized weight holds.
+
+    This is 2 for the form "int4", else 1.
+    """
     return 2 if form == "int4" else 1
 
 
 def halves(x: jax.Array, form: str) -> list[jax.Array]:
-    """Split x [T,I] like `decode` splits weights: into even and odd inputs for int4, else [x]."""
+    """Split the columns of activations x [T,I] to match the arrays that `decode` returns.
+
+    Returns:
+        For the form "int4" two arrays [T,I/2], the even and the odd inputs. Otherwise a list of x.
+    """
     return [x[:, half :: codes_a_row(form)] for half in range(codes_a_row(form))]
 
 
 def decode(values: jax.Array, form: str, dtype: jnp.dtype) -> list[jax.Array]:
-    """Convert codes [R,C] to unscaled numbers: a list of arrays [R,C] of `dtype`.
+    """Convert stored codes [R,C] of a quantized weight to numbers of `dtype`, without scales.
 
-    The list has two arrays for int4, the low and the high half bytes, each minus 8. The conversion
-    is exact in every dtype of activations.
+    The conversion is exact in every dtype of activations.
+
+    Args:
+        values: codes: int8, bits of float8_e4m3fn, or bytes of two int4 codes.
+        form: "int8", "fp8" or "int4".
+        dtype: dtype of the numbers.
+
+    Returns:
+        A list with one array [R,C]. For "int4" two arrays, of the low and of the high half bytes,
+        each code minus 8.
     """
     if form == "int8":
         return [values.astype(dtype)]
@@ -42,24 +57,30 @@ def decode(values: jax.Array, form: str, dtype: jnp.dtype) -> list[jax.Array]:
 
 
 def code_offset(form: str) -> int:
-    """Return the number that `decode` has already subtracted from the codes."""
+    """Return the number that `decode` subtracts from the codes of a form: 8 for int4, else 0."""
     return 8 if form == "int4" else 0
 
 
 def is_minimum(zeros: Any) -> bool:
-    """Return whether `zeros` holds minima, which are floats, rather than zero points."""
+    """Return whether `zeros` of a quantized weight are minima, rather than zero points or None.
+
+    Minima are floats, and zero points are integers.
+    """
     return zeros is not None and jnp.issubdtype(zeros.dtype, jnp.floating)
 
 
 def scaled(weight: jax.Array, scale: jax.Array, zero: jax.Array | None, form: str) -> jax.Array:
-    """Convert the numbers that `decode` returns to weights, in their dtype.
+    """Dequantize: apply scales and zero points to numbers of `decode`. Return the weights.
 
     Args:
         weight: one array of the list that `decode` returns.
         scale: of the shape of `weight`, or broadcastable to it.
-        zero: the same. Integers are zero points, subtracted from the codes before the scale is
-            applied. Floats are minima, added after it. Or None.
-        form: form of the codes.
+        zero: of the same shape, or None. Integers are zero points, subtracted from the codes before
+            the scale is applied. Floats are minima, added after it.
+        form: form of the codes, "int8", "fp8" or "int4".
+
+    Returns:
+        An array of the shape and dtype of `weight`.
     """
     offset, scale = code_offset(form), scale.astype(weight.dtype)
     if zero is None:

@@ -80,9 +80,11 @@ def _in_tiles(
     group_sizes: jax.Array,
     form: str,
 ) -> jax.Array:
-    """Compute `quantized_grouped_matmul` in plain JAX: one tile of rows times one block of columns.
+    """Compute `quantized_grouped_matmul` in plain JAX, in a loop over tiles and column blocks.
 
-    All column blocks have one width, so the last block may overlap the one before.
+    A turn multiplies a tile of rows of one group by a dequantized column block of the group's
+    matrix. All column blocks have one width, so the last may overlap the one before. Returns [A,O]
+    of x's dtype, zero for rows after the last group.
     """
     rows, columns = x.shape[0], values.shape[2]
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -125,7 +127,10 @@ def _check(
     form: str,
     implementation: str,
 ) -> None:
-    """Raise ValueError, with the name of the argument, if shapes or dtypes do not fit."""
+    """Raise ValueError if an argument of ``quantized_grouped_matmul`` has a wrong shape or dtype.
+
+    The message names the argument and the expected shape or dtype.
+    """
     if values.ndim != 3 or values.shape[0] < 1:
         raise ValueError(f"values have shape {values.shape}; expected [E, rows, O]")
     many = values.shape[0]

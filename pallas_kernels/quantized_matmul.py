@@ -49,7 +49,17 @@ _output_major = deferred("pallas_kernels.gpu.xla_quantized_matmul", "output_majo
 def dequantize(
     values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str, dtype: jnp.dtype
 ) -> jax.Array:
-    """Compute the whole weight, [I,O] of `dtype`. Specification of the quantized products."""
+    """Convert a quantized weight to floats: the whole matrix [I,O] of `dtype`.
+
+    This is the specification of the products with quantized weights.
+
+    Args:
+        values: the codes, [I,O], or [I/2,O] for the form "int4".
+        scales: [groups,O] scales.
+        zeros: [groups,O] zero points or minima, or None.
+        form: "int8", "fp8" or "int4".
+        dtype: dtype of the result.
+    """
     groups = scales.shape[0]
     parts = [part.reshape(groups, -1, part.shape[1]) for part in decode(values, form, dtype)]
     zero = None if zeros is None else zeros[:, None]
@@ -67,12 +77,13 @@ def quantized_matmul(
     form: str,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Multiply x by a quantized weight.
+    """Multiply x by a quantized weight of I inputs and O outputs.
 
     Args:
         x: [T,I], bfloat16, float16, float32 or float64.
-        values: the codes. See the module's docstring.
-        scales: [groups,O], any float.
+        values: the codes. int8 [I,O], uint8 [I,O] of the bits of float8_e4m3fn, or uint8 [I/2,O] of
+            two int4 codes each.
+        scales: [groups,O], any float. Each of the equal groups of inputs has a scale per output.
         zeros: [groups,O]: zero points (uint8, only int4), or minima (floats, int4 and int8), or
             None.
         form: "int8", "fp8" or "int4".
@@ -101,7 +112,7 @@ def output_major_matmul(
 
     Args:
         x: [T,I], bfloat16, float16, float32 or float64.
-        values: [O,rows], the transposed codes of ``quantized_matmul``.
+        values: [O,I] codes, the transposed codes of ``quantized_matmul``. [O,I/2] for "int4".
         scales: [O,groups], any float.
         zeros: [O,groups]: zero points or minima, or None.
         form: "int8", "fp8" or "int4".
@@ -124,6 +135,12 @@ def output_major_matmul(
 def choose(implementation: str, x: jax.Array, values: jax.Array) -> str:
     """Return the implementation that multiplies x by codes: "triton", "triton_interpret" or "xla".
 
+    Args:
+        implementation: the requested one. "auto" selects Triton where it compiles and the codes
+            are addressable (not 2 to 4 GiB), and XLA elsewhere or for float64.
+        x: the activations.
+        values: the codes.
+
     Raises:
         ValueError: `implementation` names Triton, which cannot address the codes.
     """
@@ -140,10 +157,10 @@ def choose(implementation: str, x: jax.Array, values: jax.Array) -> str:
 def _in_blocks(
     x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str
 ) -> jax.Array:
-    """Multiply x by the quantized weight in plain JAX, dequantizing one block of columns at a time.
+    """Multiply x [T,I] by a quantized weight in plain JAX, in a loop over blocks of its columns.
 
-    All blocks have one width, so the last may overlap the one before. Returns [T,O], float32 or
-    wider.
+    A turn dequantizes one column block and multiplies by it. All column blocks have one width, so
+    the last may overlap the one before. Returns [T,O], float32 or wider.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     columns = values.shape[1]
@@ -170,7 +187,13 @@ def _in_blocks(
 
 
 def block_width(on_cpu: int, inputs: int, outputs: int) -> int:
-    """Return the number of columns of a weight that one turn of the loop dequantizes."""
+    """Return how many columns of a quantized weight one turn of the plain JAX loop dequantizes.
+
+    Args:
+        on_cpu: the number of columns on a CPU. On a GPU GPU_BLOCK_BYTES determines it.
+        inputs: inputs of the weight.
+        outputs: outputs of the weight, the upper limit of the result.
+    """
     width = on_cpu
     if target_device().is_gpu:
         width = max(128, GPU_BLOCK_BYTES // (4 * inputs))
@@ -184,14 +207,14 @@ def block_product(
     zeros: jax.Array | None,
     form: str,
 ) -> jax.Array:
-    """Dequantize a block of columns of a weight and multiply activations by it: [T,C].
+    """Dequantize a block of C columns of a weight and multiply activations by it: [T,C].
 
     Args:
         inputs: the activations as `halves` splits them, in the dtype in which products accumulate.
         values: codes [rows,C] of the column block.
-        scales: [groups,C].
-        zeros: [groups,C], or None.
-        form: form of the codes.
+        scales: [groups,C] scales.
+        zeros: [groups,C] zero points or minima, or None.
+        form: form of the codes, "int8", "fp8" or "int4".
     """
     wide = inputs[0].dtype
     weights, scale = decode(values, form, wide), scales.astype(wide)
@@ -214,7 +237,10 @@ def check(
     form: str,
     implementation: str,
 ) -> None:
-    """Raise ValueError, with the name of the argument, if shapes or dtypes do not fit."""
+    """Raise ValueError if an argument of ``quantized_matmul`` has a wrong shape, dtype or value.
+
+    The message names the argument and the allowed values.
+    """
     if form not in FORMS:
         raise ValueError(f"form is {form!r}; allowed: {', '.join(FORMS)}")
     if implementation not in IMPLEMENTATIONS:

@@ -41,10 +41,7 @@ def _attend_one(
     visible: jax.Array,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Compute attention of one scaled query [N,H] to keys and values [C,K,H] where bool[C] is true.
-
-    Returns [N,H], zeros if no position is visible.
-    """
+    """Compute attention of a scaled query [N,H] to the visible keys and values [C,K,H]: [N,H]."""
     num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     # Zero times NaN is NaN, so invisible positions are replaced before the product.
@@ -72,7 +69,7 @@ def _attend_one(
 def ragged_paged_attention(
     arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
-    """Compute causal attention over the KV cache, token by token: [T,N,H]."""
+    """Compute causal attention over the paged KV cache, token by token: [T,N,H] of q's dtype."""
     q, k_pages, v_pages, page_table, _, kv_len = arrays
     query_start = arrays.starts
     tokens, _, head_dim = q.shape
@@ -112,13 +109,13 @@ def ragged_paged_attention(
 def paged_decode_attention(
     arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
-    """Compute attention of one query per row over the KV cache: [R,N,H]."""
+    """Compute attention of one query per row over the paged KV cache: [R,N,H] of q's dtype."""
     query_start = jnp.arange(len(arrays.q) + 1, dtype=jnp.int32)
     return ragged_paged_attention(arrays._replace(query_start=query_start), options)
 
 
 def store_cast(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """Convert values [T,K,H] to the dtype of pages: divide by scale [K], clip for float8, cast."""
+    """Divide keys or values [T,K,H] by scale [K], and cast to `dtype`. float8 saturates at 448."""
     wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if scale is not None:
         wide = wide / scale[:, None]
@@ -138,7 +135,7 @@ def kv_write(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Store keys and values of a step in their pages. Return the new (k_pages, v_pages)."""
+    """Store keys and values [T,K,H] in their KV pages. Return the new (k_pages, v_pages)."""
     num_pages, _, page_size, _ = k_pages.shape
     in_range = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
     # A negative index would wrap around. The index num_pages is out of range, so it is dropped.
@@ -152,7 +149,7 @@ def kv_write(
 
 
 def to_codes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantize values [T,K,H] to int8: return codes [T,K,H] and scales f32[T,K].
+    """Quantize keys or values [T,K,H] to int8: return codes [T,K,H] and scales f32[T,K].
 
     The scale of a head is its largest magnitude over 127. Codes are rounded half to even, as in
     vLLM's `int8_per_token_head`. A head of zeros gets scale 0, unlike in vLLM.
@@ -173,7 +170,7 @@ def quantized_kv_write(
     v_scale: jax.Array,
     slot_mapping: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Store keys and values as int8 codes and their scales. Return the new pages and scales."""
+    """Store keys and values as int8 codes: the new (k_pages, v_pages, k_scale, v_scale)."""
     num_pages, _, page_size, _ = k_pages.shape
     in_range = (slot_mapping >= 0) & (slot_mapping < num_pages * page_size)
     page = jnp.where(in_range, slot_mapping // page_size, num_pages)
@@ -188,7 +185,7 @@ def quantized_kv_write(
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Multiply rows, sorted by group, by a copy of the matrix of their group: [A,F]."""
+    """Multiply each row of x [A,D] by its group's matrix of w [E,D,F]: [A,F] of x's dtype."""
     row = jnp.arange(x.shape[0])
     group = (jnp.cumsum(group_sizes)[None, :] <= row[:, None]).sum(axis=1)
     exact = jnp.promote_types(x.dtype, jnp.float32)
@@ -199,7 +196,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, options: NormOptions) -> jax.Array:
-    """Compute the RMSNorm of each row of x [T,D]."""
+    """Compute the RMSNorm of each row of x [T,D] with scale [D]: [T,D] of x's dtype."""
     exact = jnp.promote_types(x.dtype, jnp.float32)
     wide = x.astype(exact)
     y = wide / jnp.sqrt((wide * wide).mean(axis=1, keepdims=True) + options.eps)
@@ -216,7 +213,7 @@ def add_norm(
     delta_scale: jax.Array | None,
     options: NormOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Add delta to x and normalize: return the sum and its norm, both [T,D]."""
+    """Add delta to x [T,D]. Return the sum and its RMSNorm, both [T,D] of x's dtype."""
     exact = jnp.promote_types(x.dtype, jnp.float32)
     if delta is not None:
         parts = delta[None] if delta.ndim == 2 else delta
@@ -237,7 +234,10 @@ def rope_kv_write(
     options: QkvOptions,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Compute ``rope_kv_write``: the queries, the new pages and zeroed counters."""
+    """Normalize and rotate queries and keys, and store keys and values in their KV pages.
+
+    Returns queries [T,N,H], the new k_pages and v_pages, and counters i32[ARRIVALS] of zeros.
+    """
     exact = jnp.promote_types(dtype, jnp.float32)
     tokens = len(slot_mapping)
     if qkv.ndim == 5:
@@ -281,14 +281,14 @@ def rope_kv_write(
 
 
 def matmul_in_parts(x: jax.Array, w: jax.Array, parts: int) -> jax.Array:
-    """Compute the products of equal parts of the inputs of x and w: [parts,T,F]."""
+    """Multiply x [T,D] by w [D,F] over each of `parts` equal parts of the inputs: [parts,T,F]."""
     exact, highest = jnp.promote_types(x.dtype, jnp.float32), jax.lax.Precision.HIGHEST
     divided = x.reshape(len(x), parts, -1).astype(exact), w.reshape(parts, -1, w.shape[1])
     return jnp.einsum("tpd,pdf->ptf", divided[0], divided[1].astype(exact), precision=highest)
 
 
 def gated_matmul(x: jax.Array, w: jax.Array, activation: Activation) -> jax.Array:
-    """Compute ``activation(x @ gate) * (x @ up)``: [T,F]."""
+    """Compute ``activation(x @ gate) * (x @ up)`` for x [T,D], w [D,2,F]: [T,F] of x's dtype."""
     exact, highest = jnp.promote_types(x.dtype, jnp.float32), jax.lax.Precision.HIGHEST
     both = jnp.einsum("td,dgf->gtf", x.astype(exact), w.astype(exact), precision=highest)
     gate, up = both.astype(x.dtype).astype(exact)
@@ -297,7 +297,7 @@ def gated_matmul(x: jax.Array, w: jax.Array, activation: Activation) -> jax.Arra
 
 
 def greatest(x: jax.Array) -> jax.Array:
-    """Return the argmax of each row, i32[R]. -1 if the row has a NaN or an infinity."""
+    """Return the argmax of each row of x [R,V], i32[R]. -1 if the row has a NaN or an infinity."""
     is_finite = jnp.isfinite(x).all(axis=1)
     return jnp.where(is_finite, jnp.argmax(x, axis=1), -1).astype(jnp.int32)
 

@@ -17,7 +17,10 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 @dataclasses.dataclass(frozen=True)
 class RowsCase:
-    """Shape and dtype of an ``add_norm`` or ``greatest`` call: T rows of D numbers."""
+    """Shape and dtype of an ``add_norm`` or ``greatest`` call, to choose its implementation.
+
+    The call computes T rows of D numbers.
+    """
 
     op: str
     device: DeviceLimits
@@ -34,12 +37,14 @@ class RowsCase:
 class NormOptions:
     """Static options of ``add_norm``: of its RMSNorms, and of the sum before them.
 
+    The norm of a row s is ``s / sqrt(mean(s * s) + eps) * (scale + offset)``.
+
     Attributes:
         eps: added to the mean of the squares.
         offset: added to the scale.
         rounds_last: round once, after the scale, as Gemma does. Otherwise round before and after
-            the scale.
-        factor: factor of the added array. The product is rounded.
+            the scale, without `offset`.
+        factor: factor of the array that is added to the residual stream. The product is rounded.
     """
 
     eps: float
@@ -59,7 +64,11 @@ def norm_case(
     delta_scale: jax.Array | None,
     options: NormOptions,
 ) -> RowsCase:
-    """Return the `RowsCase` of an ``add_norm`` call, or raise ValueError."""
+    """Check the arguments of an ``add_norm`` call. Return its `RowsCase` for `device`.
+
+    Raises:
+        ValueError: names the wrong argument and the expected shape, dtype or value.
+    """
     _check_rows(x)
     tokens, width = x.shape
     kinds: dict[str, tuple[jax.Array, tuple[int, ...], jnp.dtype]] = {}
@@ -85,9 +94,10 @@ def norm_case(
 
 @dataclasses.dataclass(frozen=True)
 class ProductCase:
-    """Shapes and dtype of a ``matmul_in_parts`` or ``gated_matmul`` call.
+    """Shapes and dtype of a product of few rows, to choose its implementation.
 
-    x has T rows of D inputs, and the product F outputs.
+    The product is ``matmul_in_parts`` or ``gated_matmul`` (`op`) of T rows of D inputs, with F
+    outputs. `parts` is the number of parts of the inputs.
     """
 
     op: str
@@ -104,14 +114,25 @@ class ProductCase:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the weight holds two matrices: gate and up."""
+        """Whether the weight of the product holds two matrices, gate and up, of a gated MLP."""
         return self.op == "gated_matmul"
 
 
 def product_case(
     op: str, device: DeviceLimits, x: jax.Array, w: jax.Array, parts: int = 1
 ) -> ProductCase:
-    """Return the `ProductCase` of a product of few rows, or raise ValueError."""
+    """Check the arguments of a product of few rows. Return its `ProductCase` for `device`.
+
+    Args:
+        op: "matmul_in_parts" or "gated_matmul".
+        device: the device that the code is compiled for.
+        x: [T,D] rows.
+        w: [D,F], or [D,2,F] for "gated_matmul".
+        parts: number of parts of the inputs, which must divide D.
+
+    Raises:
+        ValueError: names the wrong argument and the expected shape, dtype or value.
+    """
     letters = "[D,2,F]" if op == "gated_matmul" else "[D,F]"
     _check_rows(x)
     tokens, inputs = x.shape

@@ -22,16 +22,17 @@ _row_shares = deferred("pallas_kernels.cpu.row_sums", "row_shares")
 
 
 def row_sums(x: jax.Array, term: Literal["numbers", "squares", "exps"] = "numbers") -> jax.Array:
-    """Sum each row (the last axis) of x. On CPU the order of the sum depends only on its length.
+    """Sum each row (the last axis) of x, or the squares or exponentials of its numbers.
 
-    So the sum of a row is the same to the bit for any number of rows, which XLA does not guarantee.
+    On CPU the order of the sum depends only on the length of a row. So the sum of a row is the same
+    to the bit for any number of rows, which XLA does not guarantee.
 
     Args:
         x: [..., D], bfloat16, float16, float32 or float64.
         term: the summand: the numbers, their squares, or exp(number - maximum of the row).
 
     Returns:
-        [...] of x's dtype, float32 or wider.
+        [...] of x's dtype, but at least float32.
     """
     if has_llvm() and x.size:
         return _row_sums(x, term)
@@ -42,23 +43,23 @@ def row_sums(x: jax.Array, term: Literal["numbers", "squares", "exps"] = "number
 
 
 def softmax(x: jax.Array) -> jax.Array:
-    """Compute the softmax over the last axis of [..., D], float32 or float64.
+    """Compute the softmax over the last axis of x [..., D]. Return an array of x's shape and dtype.
 
     On CPU the result of a row is the same to the bit for any number of rows.
 
     Raises:
-        ValueError: x has another dtype.
+        ValueError: x is neither float32 nor float64.
     """
     return _row_shares(x, "softmax") if _has_kernel(x) else jax.nn.softmax(x, axis=-1)
 
 
 def sigmoid(x: jax.Array) -> jax.Array:
-    """Compute 1 / (1 + exp(-x)) of every number of [..., D], float32 or float64.
+    """Compute 1 / (1 + exp(-x)) of every number of x. Return an array of x's shape and dtype.
 
-    On CPU the result of a number is the same to the bit at any place of the array.
+    On CPU equal numbers have results of equal bits at any place of the array.
 
     Raises:
-        ValueError: x has another dtype.
+        ValueError: x is neither float32 nor float64.
     """
     return _row_shares(x, "sigmoid") if _has_kernel(x) else jax.nn.sigmoid(x)
 
@@ -70,7 +71,7 @@ def _has_kernel(x: jax.Array) -> bool:
 
 
 def gated(x: jax.Array, activation: Activation, dtype: DTypeLike | None = None) -> jax.Array:
-    """Compute activation(gate) * up, in float32 or wider.
+    """Compute activation(gate) * up, the activation of a gated MLP, in float32 or wider.
 
     Args:
         x: [T,2,F] gate and up, any float.
@@ -78,7 +79,7 @@ def gated(x: jax.Array, activation: Activation, dtype: DTypeLike | None = None) 
         dtype: of the result. Gate and up are rounded to it first. None means the dtype of x.
 
     Returns:
-        [T,F].
+        [T,F] of `dtype`.
 
     Raises:
         ValueError: names the wrong argument and the allowed values.
@@ -99,21 +100,21 @@ def gated(x: jax.Array, activation: Activation, dtype: DTypeLike | None = None) 
 
 
 def has_draw(logits: jax.Array) -> bool:
-    """Return whether the function `draw` supports these logits [R,V] on this device.
+    """Return whether the kernel of `draw`, which samples tokens, supports logits [R,V].
 
-    It needs the CPU kernels, and float32 or float64 logits that are not empty.
+    The kernel needs a CPU with llvmlite, and float32 or float64 logits that are not empty.
     """
     return has_llvm() and logits.size > 0 and logits.dtype in (jnp.float32, jnp.float64)
 
 
 class DrawSettings(NamedTuple):
-    """Settings of the draw of each row's token. 0 disables min_p and top_k, 1 disables top_p.
+    """Sampling settings of the rows of `draw`. 0 disables min_p and top_k, 1 disables top_p.
 
     Attributes:
         temperature: f32[R]. 0 selects the argmax.
-        min_p: f32[R].
-        top_k: i32[R].
-        top_p: f32[R].
+        min_p: f32[R], smallest probability of a token relative to the likeliest token.
+        top_k: i32[R], number of likeliest tokens to keep.
+        top_p: f32[R], share of the probability to keep.
         seed: u32[R,2] the words of a threefry key.
         position: i32[R] of the token. Seed and position determine the random number.
     """
@@ -129,19 +130,19 @@ class DrawSettings(NamedTuple):
 def draw(
     logits: jax.Array, highest: jax.Array, greedy: jax.Array, settings: DrawSettings
 ) -> jax.Array:
-    """Sample a token for each row. Requires that ``has_draw`` is true.
+    """Sample a token for each row of logits on CPU. Requires that ``has_draw`` is true.
 
     Tokens have probabilities exp((logit - highest) / temperature). Three filters follow. Tokens
-    below min_p times the probability of the likeliest token are removed. Of the rest, all but the
-    top_k likeliest are removed (ties with the last one stay). Of the rest, all but the smallest set
-    of likeliest tokens with a share of at least top_p are removed. The likeliest token always
-    stays.
+    below min_p times the probability of the likeliest token are removed. Of the remaining tokens,
+    all but the top_k likeliest are removed (ties with the last one stay). Of the remaining tokens,
+    all but the smallest set of likeliest tokens with a share of at least top_p are removed. The
+    likeliest token always stays.
 
     Args:
         logits: [R,V] float32 or float64.
         highest: [R] greatest logit of each row, of the dtype of logits.
         greedy: i32[R] argmax of each row, the result for rows with temperature 0.
-        settings: of each row.
+        settings: temperature, filters and seed of each row.
 
     Returns:
         i32[R] tokens. The token of a row with a NaN or an infinity is arbitrary.

@@ -35,7 +35,10 @@ LOWEST = -1e30
 
 
 class PageRows(NamedTuple):
-    """Pages as rows of bits, one row for each (page, kv head)."""
+    """KV cache pages as rows of bits, one row for each (page, kv head), and the page table.
+
+    `gather_chunks` reads chunks of keys and values from it.
+    """
 
     k: jax.Array  # [P * K, S * H]
     v: jax.Array
@@ -46,7 +49,7 @@ class PageRows(NamedTuple):
 
 
 class TileSizes(NamedTuple):
-    """Sizes of the tiles of rows with two queries or more."""
+    """Sizes of the tiles in which plain JAX computes attention of rows with two queries or more."""
 
     queries: int  # queries of a tile
     chunk_tokens: int  # tokens of a chunk of keys and values
@@ -77,7 +80,13 @@ def _floats(bits: jax.Array, dtype: jnp.dtype, out: jnp.dtype) -> jax.Array:
 def page_rows(
     arrays: AttentionArrays, pages: int, options: AttentionOptions = NO_OPTIONS
 ) -> PageRows:
-    """Return pages and page table in the layout for gathers of chunks of `pages` pages."""
+    """Return the pages and page table of an attention call as `PageRows`, for `gather_chunks`.
+
+    Args:
+        arrays: arguments of the call.
+        pages: pages of a chunk. The columns of the page table are padded to a multiple of it.
+        options: of the call, with the scales of int8 pages.
+    """
     _, k_pages, v_pages, page_table, *_ = arrays
     P, K, S, H = k_pages.shape
     scales = None
@@ -95,9 +104,15 @@ def page_rows(
 
 
 def gather_chunks(cache: PageRows, page: jax.Array, out: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Gather keys and values of W chunks from pages: two arrays [W, K, C, H] of dtype `out`.
+    """Gather W chunks of keys and values of C tokens each from the KV cache.
 
-    `page`, i32[W, pages of a chunk], holds the page ids of each chunk.
+    Args:
+        cache: the pages, and the scales of int8 pages.
+        page: i32[W, pages of a chunk] page ids of each chunk.
+        out: dtype of the results.
+
+    Returns:
+        Keys and values, two arrays [W, K, C, H]. Codes of int8 pages are multiplied by scales.
     """
     K, S, H = cache.shape
     index = page[:, None, :] * K + jnp.arange(K)[None, :, None]  # [W, K, pages]
@@ -115,10 +130,11 @@ def gather_chunks(cache: PageRows, page: jax.Array, out: jnp.dtype) -> tuple[jax
 
 
 class Items(NamedTuple):
-    """A flat list of the (row, chunk) pairs of the decodes of a step: `count` pairs, then padding.
+    """Work list of decode attention: (row, chunk of the row's KV) pairs of all rows of one query.
 
-    The list is the same for every layer of a step, so XLA computes it once. Inside the loop XLA
-    would inline it into the gathers and repeat its index arithmetic for every element of the cache.
+    The first `count` items are pairs, and the others padding. The list is the same for every layer
+    of a step, so XLA computes it once. Inside the loop XLA would inline it into the gathers and
+    repeat its index arithmetic for every element of the cache.
     """
 
     owner: jax.Array  # i32[I], the row; R for padding
@@ -131,9 +147,16 @@ class Items(NamedTuple):
 def list_items(
     cache: PageRows, kv_len: jax.Array, window: int | None, pages: int, group: int
 ) -> Items:
-    """List the (row, chunk) items of a step, in chunks of `pages` pages.
+    """Return the `Items` of decode attention: each row's KV, cut into chunks of `pages` pages.
 
-    The list is padded to a multiple of `group` items.
+    Chunks before the window are omitted.
+
+    Args:
+        cache: the page table and page size.
+        kv_len: i32[R] positions per row, 0 for rows to omit.
+        window: positions that a query sees, or None for all.
+        pages: pages of a chunk.
+        group: the list is padded to a multiple of this number of items.
     """
     R, columns = kv_len.shape[0], -(-cache.page_table.shape[1] // pages)
     C = pages * cache.shape[1]
@@ -165,7 +188,10 @@ def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def _decode(arrays: AttentionArrays, options: AttentionOptions) -> jax.Array:
-    """Compute attention of rows of one query, at position kv_len - 1, as an `Attend`."""
+    """Compute attention of one query per row over the KV cache, as an `Attend`: [R,K,G,H].
+
+    Row r has the query q[r] at position ``kv_len[r] - 1``. Rows without positions are zero.
+    """
     q, kv_len = arrays.q, arrays.kv_len
     R, K, G, H = q.shape
     pages = max(1, CHUNK_TOKENS // arrays.k_pages.shape[2])
@@ -215,7 +241,15 @@ def _decode(arrays: AttentionArrays, options: AttentionOptions) -> jax.Array:
 def empty_softmax(
     shape: tuple[int, ...], sinks: jax.Array | None, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Return maximum and total of a softmax over the sinks alone. `shape` ends in K, G."""
+    """Return the initial state of an online softmax: greatest score and sum of the weights.
+
+    With sinks [N] the state has a weight of 1 at the sink's logit, without sinks no weight.
+
+    Args:
+        shape: shape of both results, which ends in K, G (kv heads, query heads per kv head).
+        sinks: logits that are added to the denominator of the softmax, or None.
+        dtype: dtype of both results.
+    """
     if sinks is None:
         return jnp.full(shape, LOWEST, dtype), jnp.zeros(shape, dtype)
     peak = jnp.broadcast_to(sinks.reshape(shape[-2:]).astype(dtype), shape)
@@ -225,10 +259,18 @@ def empty_softmax(
 def attend_tiles(
     arrays: AttentionArrays, options: AttentionOptions, sizes: TileSizes = TILE_SIZES
 ) -> jax.Array:
-    """Compute attention of rows of two queries or more, tile by tile, as an `Attend`.
+    """Compute causal attention of rows of two queries or more, in tiles of queries, as an `Attend`.
 
-    Results of other tokens are undefined. Tiles follow the order of their tokens. Rows that a tile
-    writes past the end of its row are overwritten by the next row's tile.
+    Tiles follow the order of their tokens. Queries that a tile writes past the end of its row are
+    overwritten by the next row's tile.
+
+    Args:
+        arrays: arguments of the call, with q [T,K,G,H] in the accumulator's dtype.
+        options: of the call.
+        sizes: queries of a tile, and tokens of a chunk of keys and values.
+
+    Returns:
+        [T,K,G,H]. Undefined for padding and for tokens of rows of one query.
     """
     q, kv_len, query_start = arrays.q, arrays.kv_len, arrays.starts
     T, K, G, H = q.shape
@@ -304,7 +346,10 @@ def _grouped(arrays: AttentionArrays, k_scale: jax.Array | None) -> AttentionArr
 
 
 def finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Array:
-    """Return results [.,K,G,H] in the shape of q, times `v_scale` if it has one factor per head."""
+    """Convert an attention result [.,K,G,H] to the shape and dtype of the queries q.
+
+    If `v_scale` has one factor per kv head, f32[K], the result is multiplied by it first.
+    """
     if v_scale is not None and v_scale.ndim == 1:
         out = out * v_scale[:, None, None].astype(out.dtype)
     return out.reshape(q.shape).astype(q.dtype)
@@ -313,7 +358,10 @@ def finished(out: jax.Array, q: jax.Array, v_scale: jax.Array | None) -> jax.Arr
 def paged_decode_attention(
     arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, decode: Attend = _decode
 ) -> jax.Array:
-    """Compute attention of one query per row in plain JAX: [R,N,H]. `decode` computes the rows."""
+    """Compute attention of one query per row over the KV cache in plain JAX: [R,N,H] of q's dtype.
+
+    `decode` computes the attention of grouped queries [R,K,G,H], as an `Attend`.
+    """
     out = decode(_grouped(arrays, options.k_scale), options)
     return finished(out, arrays.q, options.v_scale)
 
@@ -325,10 +373,17 @@ def ragged_paged_attention(
     decode: Attend = _decode,
     tiles: Attend = attend_tiles,
 ) -> jax.Array:
-    """Compute causal attention of rows of any length in plain JAX: [T,N,H].
+    """Compute causal attention of rows of any length over the KV cache in plain JAX.
 
-    `decode` computes rows of one query and `tiles` all others, so in a step of prompt chunks and
-    decodes each kind costs the same as alone.
+    Args:
+        arrays: arguments of the call, q [T,N,H].
+        options: of the call.
+        decode: computes rows of one query.
+        tiles: computes longer rows. So in a step of prompt chunks and decodes each kind of row
+            costs the same as alone.
+
+    Returns:
+        [T,N,H] of q's dtype, zero for padding tokens.
     """
     q, query_start = arrays.q, arrays.starts
     T = q.shape[0]
@@ -353,7 +408,10 @@ def kv_write(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Store keys and values of a step in their pages. Return the new (k_pages, v_pages)."""
+    """Store the keys and values [T,K,H] of a step in their pages, in plain JAX.
+
+    Arguments are as in ``pallas_kernels.kv_write``. Returns the new (k_pages, v_pages).
+    """
     P, K, S, H = k_pages.shape
     cell = _cells(k_pages, slot_mapping)
 
@@ -380,9 +438,10 @@ def quantized_kv_write(
     v_scale: jax.Array,
     slot_mapping: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Store keys and values as int8 codes and their scales. Return the new pages and scales.
+    """Store the keys and values [T,K,H] of a step as int8 codes and their scales, in plain JAX.
 
-    The only implementation of ``pallas_kernels.quantized_kv_write``.
+    This is the only implementation of ``pallas_kernels.quantized_kv_write``, whose arguments it
+    has. Returns the new (k_pages, v_pages, k_scale, v_scale).
     """
     cell = _cells(k_pages, slot_mapping)
 

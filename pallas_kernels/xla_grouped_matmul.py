@@ -15,10 +15,11 @@ MOST_ROWS = 32
 
 
 def tile_rows(rows: int, groups: int) -> int:
-    """Return the rows of a tile: a power of two near twice the mean rows of a group, 2 to 32.
+    """Return the number of rows of a tile of a grouped product: a power of two from 2 to 32.
 
-    Half a tile of padding costs as much as reading a matrix twice. With one row of 16-bit numbers,
-    XLA would convert the matrix to float32 in a separate pass.
+    The number is near twice the mean of `rows` rows over `groups` groups. Half a tile of padding
+    costs as much as reading a matrix twice. With one row of 16-bit numbers, XLA would convert the
+    matrix to float32 in a separate pass.
     """
     fitting = 1 << max(1, (2 * rows // groups).bit_length() - 1)
     return min(fitting, MOST_ROWS)
@@ -27,7 +28,12 @@ def tile_rows(rows: int, groups: int) -> int:
 def row_tiles(
     group_sizes: jax.Array, rows: int, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cut the rows of the groups into tiles of at most `size` rows of one group.
+    """Cut the rows of a grouped product into tiles of at most `size` rows of one group.
+
+    Args:
+        group_sizes: i32[E] rows of each group.
+        rows: number of rows of all groups and of padding.
+        size: most rows of a tile.
 
     Returns:
         i32[tiles] group of each tile, i32[tiles] first row of each tile, and the number of tiles.
@@ -46,7 +52,11 @@ def row_tiles(
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Multiply rows, which are sorted by group, each by the matrix of its group: [A,F]."""
+    """Multiply rows x [A,D], sorted by group, each by the matrix of its group, in plain JAX.
+
+    `w` [E,D,F] holds the matrices and `group_sizes` i32[E] the rows of each group. Returns [A,F] of
+    x's dtype, zero for rows after the last group.
+    """
     rows, inputs = x.shape
     groups, _, outputs = w.shape
     exact = jnp.promote_types(x.dtype, jnp.float32)

@@ -16,10 +16,12 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def positive_integer(text: str, least: int = 1, most: int | None = None) -> int:
-    """Parse an integer from `least` to `most`.
+    """Return the integer from `least` to `most` that the text of an argument represents.
+
+    `most=None` is no upper limit.
 
     Raises:
-        ArgumentTypeError: the text is invalid. All functions of this module raise it.
+        ArgumentTypeError: the text is not an integer of this range.
     """
     try:
         value = int(text)
@@ -33,12 +35,15 @@ def positive_integer(text: str, least: int = 1, most: int | None = None) -> int:
 
 
 def integer_from_0(text: str) -> int:
-    """Parse an integer of at least 0."""
+    """Return the integer of at least 0 that a text represents, or raise ArgumentTypeError."""
     return positive_integer(text, least=0)
 
 
 def some_of(names: Collection[str]) -> Callable[[str], list[str]]:
-    """Return a function that parses a comma-separated list of `names` without repetitions."""
+    """Return an argparse type that converts a comma-separated list of `names` to a list of strings.
+
+    Repetitions are removed. The type raises ArgumentTypeError for an unknown name or an empty list.
+    """
 
     def type_(text: str) -> list[str]:
         parts = [part for part in text.split(",") if part]
@@ -52,7 +57,10 @@ def some_of(names: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def number_in(least: float, most: float, below: bool = False) -> Callable[[str], float]:
-    """Return a function that parses a number from `least` to `most`, or below `most`."""
+    """Return an argparse type that converts text to a float from `least` to `most`.
+
+    The type raises ArgumentTypeError for any other text. `below=True` excludes `most`.
+    """
 
     def type_(text: str) -> float:
         try:
@@ -70,7 +78,7 @@ def number_in(least: float, most: float, below: bool = False) -> Callable[[str],
 
 
 def positive_or_inf(text: str) -> float:
-    """Parse a number above 0 or `inf`."""
+    """Return the number above 0 (or `inf`) that a text represents, or raise ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
@@ -81,7 +89,7 @@ def positive_or_inf(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """Parse a number above 0."""
+    """Return the finite number above 0 that a text represents, or raise ArgumentTypeError."""
     value = positive_or_inf(text)
     if value == math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, and finite")
@@ -89,7 +97,14 @@ def positive(text: str) -> float:
 
 
 def objective(text: str) -> tuple[str, float]:
-    """Parse a goal like `ttft:200`, in milliseconds, for TTFT, TPOT or the latency of a request."""
+    """Convert a goal of a benchmark like `ttft:200` to a pair (name of the latency, milliseconds).
+
+    The names are ttft (time to first token), tpot (time per output token) and e2el (end-to-end
+    latency).
+
+    Raises:
+        ArgumentTypeError: the name is unknown, or the limit is not a number above 0.
+    """
     name, _, limit = text.partition(":")
     if name not in OBJECTIVES:
         names = ", ".join(OBJECTIVES)
@@ -98,9 +113,12 @@ def objective(text: str) -> tuple[str, float]:
 
 
 def writable_file(text: str) -> Path:
-    """Return the path of a file after a check that it can be written.
+    """Return the path of a file, after a check that the file can be created or overwritten.
 
-    A command that takes minutes must not fail at its end.
+    The check is made before a command that takes minutes. It does not create the file.
+
+    Raises:
+        ArgumentTypeError: the path is a folder, its folder does not exist, or it cannot be written.
     """
     path = Path(text)
     if path.is_dir():
@@ -113,14 +131,14 @@ def writable_file(text: str) -> Path:
 
 
 def existing_file(text: str) -> Path:
-    """Return the path of an existing file."""
+    """Return a text as the path of an existing file, or raise ArgumentTypeError."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"{text!r} must be a file that exists")
     return Path(text)
 
 
 def writable_folder(text: str) -> Path:
-    """Return the path of an existing folder in which files can be written."""
+    """Return a text as the path of an existing, writable folder, or raise ArgumentTypeError."""
     path = Path(text)
     if not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} must be a folder that exists")
@@ -130,7 +148,7 @@ def writable_folder(text: str) -> Path:
 
 
 def http_url(text: str) -> str:
-    """Return a URL like `http://HOST:PORT` without a slash at its end."""
+    """Return a URL like `http://HOST:PORT` without trailing slashes, or raise ArgumentTypeError."""
     try:
         parts = urlsplit(text)
         is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -142,7 +160,7 @@ def http_url(text: str) -> str:
 
 
 def name_value(text: str) -> tuple[str, str]:
-    """Parse `NAME=VALUE`."""
+    """Split the text `NAME=VALUE` into a pair (name, value), or raise ArgumentTypeError."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
@@ -150,7 +168,11 @@ def name_value(text: str) -> tuple[str, str]:
 
 
 def header(text: str) -> tuple[str, str]:
-    """Parse `NAME=VALUE` for a valid HTTP header."""
+    """Split the text `NAME=VALUE` of an HTTP header into a pair (name, value).
+
+    Raises:
+        ArgumentTypeError: there is no value, or a character is not allowed in a header.
+    """
     name, value = name_value(text)
     if not re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII) or re.search(r"[\r\n\0]", value):
         raise argparse.ArgumentTypeError(
@@ -160,7 +182,7 @@ def header(text: str) -> tuple[str, str]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object."""
+    """Return the dict of a JSON object in a text, or raise ArgumentTypeError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -25,7 +25,10 @@ LINES_A_SLOT = 2
 
 
 def batch_config(**settings: Any) -> ServerConfig:
-    """Return a ServerConfig without queue limits and deadlines, since no other client waits."""
+    """Return a ServerConfig with these settings for `jaxserve run-batch`.
+
+    It has no queue limits and deadlines, since no other client waits, and stores no responses.
+    """
     return ServerConfig(
         **settings,
         max_num_queued_reqs=NO_LIMIT,
@@ -37,7 +40,12 @@ def batch_config(**settings: Any) -> ServerConfig:
 
 
 class FileRun:
-    """The answering of a batch file, which writes each answer when it is complete."""
+    """The answering of a batch file, which writes each answer when it is complete.
+
+    Args:
+        sink: the output file, in which each answer is a line of JSON.
+        at_once: the most requests in progress.
+    """
 
     def __init__(self, client: InnerClient, sink: BinaryIO, at_once: int) -> None:
         self._client = client
@@ -48,7 +56,14 @@ class FileRun:
         self.num_done = self.num_failed = 0  # lines with an answer, and those whose request failed
 
     async def run(self, texts: Iterator[tuple[int, bytes | None]]) -> None:
-        """Answer all lines. A thread reads them, because a pipe may deliver them late."""
+        """Answer all lines of a batch file, and write the answers in the order of their completion.
+
+        An invalid line or a repeated custom_id gets an error as its answer. A thread reads the
+        lines, because a pipe may deliver them late.
+
+        Args:
+            texts: pairs (line number, bytes of the line, or None if the line is too long).
+        """
         async with asyncio.TaskGroup() as group:
             while (line := await asyncio.to_thread(next, texts, None)) is not None:
                 await self._places.acquire()
@@ -81,7 +96,14 @@ class FileRun:
 
 
 def run_batch(specs: Iterable[ModelSpec], config: ServerConfig, source: Path, sink: Path) -> int:
-    """Answer the lines of `source` and write the answers to `sink` in the order of their ends.
+    """Load models, answer the requests of a batch file in OpenAI's format, and write the answers.
+
+    Answers are written in the order of their completion. The output file is opened after the models
+    are loaded, so that a failed start keeps its contents.
+
+    Args:
+        source: the batch file, a request in JSON per line.
+        sink: the output file.
 
     Returns:
         The exit status: 1 if a line failed, else 0.

@@ -12,7 +12,7 @@ from jaxserve.settings.environment import environment_settings
 
 
 def add_chat(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Declare `jaxserve chat` and `jaxserve complete`."""
+    """Declare the commands `jaxserve chat` and `complete`, with argparse's `add_parser`."""
     about = {
         "chat": ("talk to a running server", "MESSAGE", "answer one message and end"),
         "complete": ("have a running server go on with texts", "PROMPT", "one prompt and end"),
@@ -51,7 +51,7 @@ def add_chat(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def chat(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve chat` or `jaxserve complete`. Return 1 if the server did not answer."""
+    """Run `jaxserve chat` or `jaxserve complete`. Return 1 if the server did not answer, else 0."""
     module = importlib.import_module("jaxserve.commands.terminal")
     options = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
     key = environment_settings().get("api_key", "").split(",")[0]

@@ -33,7 +33,11 @@ from jaxserve.start.interrupts import INTERRUPTED
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. It sets `run` to the function of the selected command."""
+    """Return the parser of the `jaxserve` command with all subcommands.
+
+    Parsed arguments have an attribute `run`: a function that takes the arguments, runs the selected
+    subcommand and returns the exit status.
+    """
     parser = CommandParser(
         prog="jaxserve", description="An LLM inference engine in JAX.", allow_abbrev=True
     )
@@ -52,11 +56,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command of `argv`, or of `sys.argv`.
+    """Parse a command line, run the selected subcommand, and return the exit status.
+
+    Errors of the input are printed to standard error.
+
+    Args:
+        argv: the words after `jaxserve`. None for those of `sys.argv`.
 
     Returns:
-        The exit status: 2 for bad input, 130 after an interrupt, 1 if standard output cannot be
-        written.
+        The status of the subcommand, 2 for bad input, 130 after an interrupt, or 1 if standard
+        output cannot be written.
     """
     settle_streams()
     try:
@@ -104,10 +113,10 @@ def _run(argv: list[str] | None) -> int:
 
 
 class DroppingFile(io.FileIO):
-    """A file that discards bytes if a write fails."""
+    """A raw file whose `write` never fails: bytes that cannot be written are discarded."""
 
     def write(self, data: Any, /) -> int:
-        """Write `data` and return its size, even if the write fails or a pipe is full."""
+        """Write bytes and return their number, even if the write fails or would block."""
         size = memoryview(data).nbytes
         try:
             written = super().write(data)
@@ -119,8 +128,9 @@ class DroppingFile(io.FileIO):
 def settle_streams() -> None:
     """Open closed standard streams, and make standard error discard output that it cannot write.
 
-    Otherwise the next opened file would get the descriptor of a closed stream, and libraries write
-    to descriptor 2. Reports of progress must not end a command. Replaced streams are not changed.
+    Closed descriptors are opened on the null device, because the next opened file would otherwise
+    get their number. Reports of progress must not end a command. Streams that a caller has replaced
+    are not changed.
     """
     for number in range(3):
         try:
@@ -139,7 +149,7 @@ def settle_streams() -> None:
 
 
 def drop_output() -> None:
-    """Point standard output to the null device, so that flushing it cannot fail."""
+    """Redirect standard output to the null device, so that a later flush cannot fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

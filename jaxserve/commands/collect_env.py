@@ -13,7 +13,7 @@ _WIDTH, _INDENT = 100, 13
 
 
 def add_collect_env(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Declare `jaxserve collect-env`."""
+    """Declare the command `jaxserve collect-env` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "collect-env",
         help="say what a report of a fault needs: versions, device, limits",
@@ -25,7 +25,10 @@ def add_collect_env(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def collect_env(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve collect-env`."""
+    """Run `jaxserve collect-env`: print facts about the machine, and return the exit status 0.
+
+    The facts are printed as lines of text, or with `--json` as one JSON object.
+    """
     facts = collect_environment()
     if arguments.json:
         print(json.dumps(facts))

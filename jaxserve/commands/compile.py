@@ -20,7 +20,7 @@ OWN = ("device",)
 
 
 def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Declare `jaxserve compile`."""
+    """Declare the command `jaxserve compile` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "compile",
         help="build what a start needs ahead of time",
@@ -48,10 +48,16 @@ def add_compile(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def compile_programs(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve compile`: load each model, and compile its programs into the cache.
+    """Run `jaxserve compile`: load each model, and compile its programs into the compilation cache.
+
+    A report of each model is printed. With `--device`, the programs of one model are compiled for a
+    card that may be absent.
 
     Returns:
-        0, or 1 if the compilation cache has no folder.
+        The exit status: 0, or 1 if the compilation cache has no folder.
+
+    Raises:
+        CommandError: a setting is invalid, or a model cannot be loaded.
     """
     if arguments.device is not None:
         return _compile_for_card(arguments)
@@ -78,7 +84,10 @@ def compile_programs(arguments: argparse.Namespace) -> int:
 
 
 def _compile_for_card(arguments: argparse.Namespace) -> int:
-    """As `compile_programs`, for one model and the card of --device, which may be absent."""
+    """Compile the programs of one model for the card of --device, which may be absent.
+
+    The result and the errors are those of `compile_programs`.
+    """
     output = StartOutput(sys.stderr)
     try:
         specs = plan_models(arguments.models, options.engine_settings(arguments), ServerConfig())

@@ -16,7 +16,7 @@ FIELDS = ("dtype", "quantization", "tokenizer", "skip_tokenizer_init", "revision
 
 
 def add_convert(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Declare `jaxserve convert`."""
+    """Declare the command `jaxserve convert` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "convert",
         help="write a checkpoint that loads without work",
@@ -31,7 +31,15 @@ def add_convert(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve convert`."""
+    """Run `jaxserve convert`: write a checkpoint as a folder that loads without conversion.
+
+    Returns:
+        The exit status 0.
+
+    Raises:
+        CommandError: the target exists, a setting is invalid, or the checkpoint cannot be
+            converted.
+    """
     if os.path.lexists(arguments.target):
         raise CommandError(f"DST: {arguments.target} exists already; name a new folder")
     module = importlib.import_module("jaxserve.start.conversion")  # imports JAX

@@ -35,7 +35,7 @@ SAMPLING_FIELDS = (
 
 
 def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Declare `jaxserve generate`."""
+    """Declare the command `jaxserve generate` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "generate",
         help="answer prompts and print the answers",
@@ -74,7 +74,10 @@ def add_generate(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve generate`. Return 1 if an answer failed.
+    """Run `jaxserve generate`: answer the command line's prompts, and print answers in order.
+
+    Returns:
+        The exit status: 1 if an answer failed, else 0.
 
     Raises:
         CommandError: the model cannot be loaded, or a prompt is not a list of token ids.

@@ -45,11 +45,11 @@ ENGINE_FIELDS = [
 
 
 class CommandError(Exception):
-    """An error that the user can correct. All commands raise it. Only its message is shown."""
+    """An error in a command's input. The command prints only its message and ends with status 2."""
 
 
 def field_help(cls: type) -> dict[str, str]:
-    """Return the text of each field in the Args section of a dataclass's docstring."""
+    """Return the help text of each field by name, from the Args of a dataclass's docstring."""
     texts: dict[str, str] = {}
     for base in cls.__mro__:
         # From 3.13 on Python itself leaves out the indentation that all lines share.
@@ -85,7 +85,7 @@ WORDS: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "TEXT"}
 
 
 class Switch(argparse.BooleanOptionalAction):
-    """A flag with a `--no-` form, and as in vLLM `--disable-x` for `--enable-x`."""
+    """A boolean option `--x` with the form `--no-x`, and for `--enable-y` also `--disable-y`."""
 
     def __init__(self, option_strings: list[str], dest: str, **named: Any) -> None:
         super().__init__(option_strings, dest, **named)
@@ -107,7 +107,7 @@ class Switch(argparse.BooleanOptionalAction):
 
 
 class Refused(argparse.Action):
-    """An option that ends the command with an error. `const` is the suggestion."""
+    """An unsupported option: it ends the command with an error and the suggestion in `const`."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
@@ -116,7 +116,7 @@ class Refused(argparse.Action):
 
 
 class Entries(argparse.Action):
-    """An option that is repeated for each entry, or has a JSON list, as in vLLM."""
+    """An option for a list of strings, which is repeated for each string or has a JSON list."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
@@ -135,7 +135,7 @@ def _usual(field: str, choices: Container[str], value: str) -> str:
 
 
 def _option(hint: Any) -> dict[str, Any]:
-    """Return argparse's arguments for an option, from the type of its field."""
+    """Return the keyword arguments of `add_argument` for an option with the type of a field."""
     if typing.get_origin(hint) is dict:
         return {"type": json_object, "metavar": "JSON"}
     if typing.get_origin(hint) is typing.Literal:
@@ -157,9 +157,10 @@ def _option(hint: Any) -> dict[str, Any]:
 def add_fields(
     parser: argparse._ArgumentGroup, cls: type, names: Iterable[str], skip_default: bool = False
 ) -> None:
-    """Declare an option for each named field of a dataclass.
+    """Add a command-line option for each named field of a dataclass, with help from its docstring.
 
-    An option that is absent from the command line sets no attribute of the namespace.
+    If the command line lacks an option, the parsed arguments lack its attribute. vLLM's other name
+    of a field is a hidden option.
     """
     hints, helps = typing.get_type_hints(cls), field_help(cls)
     for field in dataclasses.fields(cls):
@@ -193,7 +194,7 @@ def add_fields(
 
 
 def flags_of(name: str, short: str | None = None) -> list[str]:
-    """Return the long option of a field or of vLLM's argument, and its short form if it has one."""
+    """Return the option strings for a field or vLLM's argument: `--long-name`, and a short form."""
     short = SHORT.get(name, short)
     return ["--" + name.replace("_", "-"), *([] if short is None else [short])]
 
@@ -204,14 +205,14 @@ def add_engine(
     more: Iterable[str] = (),
     excluded: Container[str] = (),
 ) -> None:
-    """Declare the settings of an engine, which `engine_settings` returns.
+    """Add the options of an engine's settings, and `--config`, to the parser of a command.
 
-    vLLM's other options are declared, and refused, when a command line has an unknown option.
+    `engine_settings` returns them. vLLM's other options are refused (see `declare_unserved`).
 
     Args:
         about: description of the group of options.
         more: further fields of EngineConfig, such as "seed".
-        excluded: options that the command declares itself.
+        excluded: names of vLLM's options that the command declares itself.
     """
     group = parser.add_argument_group("engine", about)
     names = [*ENGINE_FIELDS, *more]
@@ -228,18 +229,18 @@ def add_engine(
 
 
 def add_sources(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Register fields that variables of the environment can set, in addition to earlier ones.
+    """Allow environment variables JAXSERVE_<NAME> to set the named options of a command.
 
-    `CommandParser` reads the variables.
+    Names of earlier calls are kept. `CommandParser` reads the variables.
     """
     parser.set_defaults(settings={*(parser.get_default("settings") or ()), *names})
 
 
 def declare_unserved(parser: argparse.ArgumentParser) -> None:
-    """Declare vLLM's options that jaxserve refuses. `--help` does not show them.
+    """Add vLLM's options that jaxserve does not support to a parser, hidden from its help.
 
-    The defaults of the parser select them: `unserved` has the tables and `own` the names that the
-    command declares itself. Sets the default `refused` to the declared names.
+    The parser's default `unserved` has the tables of these options, and `own` the names to leave
+    out. The added names are stored in the default `refused`.
     """
     excluded, refused = parser.get_default("own") or (), []
     for kind in parser.get_default("unserved") or ():
@@ -278,21 +279,21 @@ def _plain_value(text: str) -> Any:
 
 
 def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return an engine's settings on the command line, the seed included.
+    """Return the engine settings that the command line contains, by name, the seed included.
 
     Raises:
-        InvalidRequest: a setting is not served. The message has a suggestion.
+        InvalidRequest: a setting of vLLM is not supported. The message has a suggestion.
     """
     names = [*ENGINE_FIELDS, "seed"]
     return served(given(arguments, [*names, *refused_names(arguments, ENGINE)]), names)
 
 
 def refused_names(arguments: argparse.Namespace, kind: str) -> list[str]:
-    """Return the options of a table of unserved names that the command's parser has declared."""
+    """Return the unsupported options of a table (`kind`) that the command's parser has declared."""
     names = getattr(arguments, "refused", ())
     return [name for name in names if name in unserved(kind)]
 
 
 def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return the options among `names` that the arguments have."""
+    """Return a dict of the options among `names` that the parsed arguments have."""
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}

@@ -25,7 +25,7 @@ from jaxserve.settings.environment import VARIABLE_PREFIX, environment_settings
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser without abbreviations. It reports a bad argument in one line, without the usage."""
+    """An argparse parser without abbreviations, which reports an error in one line."""
 
     def __init__(self, *words: Any, allow_abbrev: bool = False, **named: Any) -> None:
         super().__init__(*words, allow_abbrev=allow_abbrev, **named)
@@ -48,7 +48,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class Setting(NamedTuple):
-    """A setting from the environment or a file."""
+    """An option from an environment variable or from a file of options: origin, name and value."""
 
     origin: str  # name of the variable, or file and line
     name: str  # name of the option, with underscores
@@ -56,15 +56,15 @@ class Setting(NamedTuple):
 
     @property
     def is_variable(self) -> bool:
-        """Whether the setting comes from the environment."""
         return self.origin.startswith(VARIABLE_PREFIX)
 
 
 class CommandParser(OneLineParser):
-    """Parser of a command that accepts vLLM's spellings, the environment and a file of options.
+    """The parser of a command, which also reads options from the environment and from a YAML file.
 
-    Its defaults (`set_defaults`) configure it: `settings` has the options that the environment can
-    set, and `examine` is called with all words before they are parsed.
+    It accepts vLLM's spellings. Two defaults (`set_defaults`) configure it: `settings` has the
+    names that the environment can set, and `examine` is called with all words before they are
+    parsed.
     """
 
     def parse_known_args(  # type: ignore[override]
@@ -104,7 +104,10 @@ class CommandParser(OneLineParser):
                 action.default = default
 
     def _fill(self, parsed: argparse.Namespace, names: Iterable[str], present: set[str]) -> None:
-        """Set options that the command line lacks, and store their origins in `parsed.origins`."""
+        """Set options that the command line lacks, from the environment, or else from the file.
+
+        `present` has the options of the command line. `parsed.origins` gets the origins of others.
+        """
         origins: dict[str, str] = {}
         path = getattr(parsed, "config", None)
         listed = [] if path is None else list(read_file(path))
@@ -128,7 +131,7 @@ class CommandParser(OneLineParser):
         return f"there is no option {name!r}{hint}"
 
     def format_help(self) -> str:
-        """Return the help text, which begins with common options if there are many options."""
+        """Return the help text of the command. If it has many options, common ones come first."""
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
         words = [action for action in shown if not action.option_strings]
         common = [action for action in shown if action.dest in COMMON and action not in words]
@@ -151,8 +154,6 @@ class CommandParser(OneLineParser):
 
 
 class _SingleOption(OneLineParser):
-    """Parser of an option from a file or variable, with the origin as `prog`."""
-
     def error(self, message: str) -> NoReturn:
         raise CommandError(f"{self.prog}: {message}")
 
@@ -160,8 +161,8 @@ class _SingleOption(OneLineParser):
 def plain_words(words: list[str]) -> list[str]:
     """Return the words of a command line with vLLM's spellings replaced by argparse's.
 
-    Underscores become dashes. `--x.a.b 1` becomes `--x '{"a": {"b": 1}}'`, and a `+` after the name
-    makes the value a list.
+    Underscores of options become dashes. `--x.a.b 1` becomes `--x '{"a": {"b": 1}}'`, and a `+`
+    after the name makes the value a list.
     """
     end = words.index("--") if "--" in words else len(words)
     plain: list[str] = []
@@ -209,7 +210,7 @@ def _variables(names: Iterable[str]) -> Iterator[Setting]:
 
 
 def unknown_variables() -> list[str]:
-    """Return a warning for each variable JAXSERVE_<NAME> without a setting of that name."""
+    """Return a warning for each environment variable JAXSERVE_<NAME> without a setting <name>."""
     names = {field.name for cls in (EngineConfig, ServerConfig) for field in fields(cls)}
     said = []
     for name in sorted(environment_settings().keys() - names):
@@ -220,7 +221,7 @@ def unknown_variables() -> list[str]:
 
 
 def with_options(message: str) -> str:
-    """Return a message with the names of fields replaced by their options."""
+    """Return an error message in which options (`--max-model-len`) replace names of settings."""
     classes = (EngineConfig, ServerConfig, FleetConfig, SamplingParams)
     names = {field.name for cls in classes for field in fields(cls)}
     words = "|".join(name for name in names if "_" in name or name == "nnodes")
@@ -231,7 +232,7 @@ def with_options(message: str) -> str:
 
 
 def read_file(path: str) -> Iterator[Setting]:
-    """Yield the options of a YAML file, in their order.
+    """Yield the options of a YAML file in order, each as a Setting. Empty options are omitted.
 
     Raises:
         CommandError: the file is invalid. The message names the file, and the line if possible.
@@ -273,7 +274,7 @@ def _read(setting: Setting, action: argparse.Action) -> Any:
 
 
 def _words(setting: Setting, action: argparse.Action) -> list[str]:
-    """Return the words of a command line for a setting."""
+    """Return the words of a command line that give an option (`action`) the value of a setting."""
     flag, value = "--" + setting.name.replace("_", "-"), setting.value
     if action.nargs == 0:
         if str(value).lower() not in _TRUE + _FALSE:

@@ -22,7 +22,7 @@ ROWS, CONTEXT = (1, 32, 256), 1024
 
 
 def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Declare `jaxserve plan`."""
+    """Declare the command `jaxserve plan` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "plan",
         help="say what fits into a device's memory",
@@ -44,7 +44,16 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve plan`: print the plans. Return 1 if the model does not fit as requested."""
+    """Run `jaxserve plan`: print the memory that a model needs, for each form of its weights.
+
+    The plans are printed as a table, or with `--json` as one JSON object.
+
+    Returns:
+        The exit status: 1 if the model does not fit as requested, else 0.
+
+    Raises:
+        CommandError: a setting is invalid, or the model cannot be read.
+    """
     planning = importlib.import_module("jaxserve.start.plan.make_plan")  # imports JAX
     try:
         config = EngineConfig(
@@ -82,7 +91,7 @@ def _record(model_plan: Any) -> dict[str, Any]:
 
 
 def _numbers(plan: Any) -> dict[str, Any]:
-    """Return a plan as JSON values, with sizes in bytes."""
+    """Return the numbers of a memory plan as a dict of JSON values. Sizes are in bytes."""
     return {
         "dtype": plan.dtype.name,
         "sizes": dataclasses.asdict(plan.sizes),
@@ -132,7 +141,10 @@ def _predictions(plan: Any, times: Any) -> dict[str, Any]:
 
 
 def _show(model_plan: Any) -> None:
-    """Print the plans as a table with one column for each form of the weights."""
+    """Print the device and a table of the plans, with one column for each form of the weights.
+
+    The table has memory sizes, limits and predicted times. A refusal is printed below it.
+    """
     console = Console(highlight=False)
     each = f"each of {model_plan.devices} devices: " if model_plan.devices > 1 else ""
     console.print(escape(f"{each}{model_plan.device}"), soft_wrap=True)
@@ -156,7 +168,7 @@ def _show(model_plan: Any) -> None:
 
 
 def _cells(plan: Any) -> dict[str, str]:
-    """Return the cells of a plan's column, by the names of their rows."""
+    """Return the texts in a plan's column of the printed table, by the names of their rows."""
     cells = {
         "needed at least": _size(plan.needed),
         "it may take": _size(max(0, plan.budget)),

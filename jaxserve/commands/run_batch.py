@@ -22,7 +22,7 @@ SERVER_FIELDS = (
 
 
 def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Declare `jaxserve run-batch`."""
+    """Declare the command `jaxserve run-batch` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "run-batch",
         help="answer a batch file of OpenAI's form",
@@ -41,7 +41,14 @@ def add_run_batch(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run_batch(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve run-batch`. Return 1 if a line failed."""
+    """Run `jaxserve run-batch`: check the files, then answer the batch file in this process.
+
+    Returns:
+        The exit status: 1 if a line failed, else 0.
+
+    Raises:
+        CommandError: a file cannot be used, a setting is invalid, or the model cannot be loaded.
+    """
     source, sink = arguments.input_file, arguments.output_file
     _check_input(source)
     _check_output(sink, source)
@@ -67,7 +74,11 @@ def _check_input(source: Path) -> None:
 
 
 def _check_output(sink: Path, source: Path) -> None:
-    """Check that the output can be written, without changing the file."""
+    """Check that the output file of a batch can be written. An existing file keeps its contents.
+
+    Raises:
+        CommandError: the file is the input, or it cannot be written.
+    """
     is_there = sink.exists()
     if is_there and source.is_file() and sink.samefile(source):
         raise options.CommandError("--output-file: the output would overwrite the input")

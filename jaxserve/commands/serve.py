@@ -47,7 +47,7 @@ _CLUSTER: dict[str, Any] = {
 
 
 def add_serve(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Declare `jaxserve serve`."""
+    """Declare the command `jaxserve serve` and its options, with argparse's `add_parser`."""
     parser = add_parser(
         "serve",
         help="answer OpenAI's HTTP API",
@@ -84,7 +84,11 @@ def _refuse_llama_flags(words: list[str], ours: Container[str]) -> None:
 
 @cache
 def llama_options() -> tuple[dict[str, str], dict[str, str]]:
-    """Return two maps of llama.cpp's options: to options of jaxserve, and to reasons."""
+    """Return two dicts by option of llama.cpp's server.
+
+    The first has the equivalent option of jaxserve. The second has the reason why jaxserve does not
+    support the option.
+    """
     rows = table()["llama"]
     here = rows["equivalents"].items()
     equivalents = {flag: option for flags, option in here for flag in flags.split()}
@@ -93,15 +97,15 @@ def llama_options() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def llama_command(words: list[str], ours: Container[str]) -> str | None:
-    """Translate a command line for llama.cpp's server.
+    """Translate a command line for llama.cpp's server to an error message with jaxserve's command.
 
     Args:
         words: the words after `jaxserve serve`.
         ours: options of `jaxserve serve`.
 
     Returns:
-        A sentence with the command for jaxserve and a reason for each option without equivalent,
-        or None if no word is an option of llama.cpp alone.
+        A sentence with the command for jaxserve and a reason for each option without equivalent, or
+        None if no word is an option of llama.cpp alone.
     """
     equivalents, reasons = llama_options()
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
@@ -143,7 +147,17 @@ def _is_value(word: str) -> bool:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve serve`."""
+    """Run `jaxserve serve`: check the settings, load the models, and serve until a signal.
+
+    Depending on the settings, this process serves the models, runs one host's part of an engine
+    (`headless`), or starts replicas on Ray Serve.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        CommandError: a setting, a file or the port cannot be used.
+    """
     models = arguments.models
     if arguments.model and not models:
         models = [arguments.model]
@@ -225,7 +239,7 @@ def _serve_fleet(specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfi
 
 
 def _follow(spec: ModelSpec, is_verbose: bool) -> int:
-    """Run this host's part of an engine until the leader has ended in order. Return 0."""
+    """Run this host's part of an engine (by its `node_rank`) until the leader ends. Return 0."""
     log_json()
     output = StartOutput(sys.stderr, Stop(), is_verbose)
     config = spec.config

@@ -23,7 +23,7 @@ from jaxserve.server.settings import ServerConfig
 
 
 def load_models(specs: Iterable[ModelSpec], config: ServerConfig, output: StartOutput) -> Models:
-    """Load the models in turn, and report the progress and the memory of each.
+    """Load the models of a server in turn, report each on the terminal, and return them as Models.
 
     Raises:
         CheckpointError, UnsupportedModel, ValueError: see `start.start.load`.
@@ -38,13 +38,17 @@ def serve(
     listener: socket.socket,
     is_verbose: bool = False,
 ) -> int:
-    """Serve until SIGTERM or an interrupt.
+    """Load models and answer HTTP requests in this process until SIGTERM or an interrupt.
+
+    Args:
+        listener: the bound socket of the server.
 
     Returns:
         The exit status: 0 after an orderly end, 1 if an engine failed.
 
     Raises:
-        CheckpointError, UnsupportedModel, ValueError: see `start.start.load`, `make_room`.
+        CheckpointError, UnsupportedModel, ValueError: a model cannot be loaded
+            (`start.start.load`), or the limit of open files is too low (`make_room`).
     """
     log_json()
     stop = Stop()

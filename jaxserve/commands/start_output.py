@@ -19,10 +19,10 @@ _PERCENT_TOTAL = 100_000
 
 
 class Stop:
-    """Handlers of SIGTERM and SIGINT that end a start with an exception.
+    """Handlers of SIGTERM and SIGINT that end the start of a server with an exception.
 
-    Python loses an exception that a signal raises during garbage collection. `check` raises it
-    again.
+    SIGTERM raises SystemExit(0), and SIGINT raises KeyboardInterrupt. Python loses an exception
+    that a signal raises during garbage collection, so `check` raises it again.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,13 @@ class Stop:
         raise error
 
     def check(self) -> None:
-        """Raise the exception of an earlier signal again, if there was one."""
+        """Raise the exception of an earlier SIGTERM or SIGINT again, if there was one."""
         if self._error is not None:
             raise self._error
 
 
 class StartOutput:
-    """Progress of a start on a stream: a line for each stage, with its seconds.
+    """The output of a server's start on a stream: lines of text, and the progress of each stage.
 
     Args:
         stop: signal handlers whose exception is raised again with each line, or None.
@@ -56,14 +56,18 @@ class StartOutput:
         self._stage = ""
 
     def say(self, text: str) -> None:
-        """Write a line."""
+        """Write one line of text, prefixed with "jaxserve: "."""
         self._check()
         print(f"jaxserve: {text}", file=self._stream, flush=True)
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """Write the progress of a stage. The method is a callback of type `OnProgress`.
+        """Write the progress of a stage of the start (a callback of type `OnProgress`).
 
-        A terminal shows a growing bar. Other streams receive a line when a stage is complete.
+        A terminal shows a growing bar. Other streams receive one line when a stage is complete.
+
+        Args:
+            stage: name of the stage.
+            done, total: completed and total amount of the stage, programs or bytes.
         """
         self._check()
         if stage != self._stage:
@@ -87,7 +91,7 @@ class StartOutput:
 
 
 def summary(loaded: Loaded) -> list[str]:
-    """Return four lines about a started model: weights, cache, limits and programs."""
+    """Return four lines about a loaded model: its weights, KV cache, limits and programs."""
     report, plan = _report(loaded)
     tokens = (plan.num_pages - 1) * plan.block_size
     store, later = report.store, 0 if loaded.behind is None else loaded.behind.num_missing
@@ -105,7 +109,10 @@ def summary(loaded: Loaded) -> list[str]:
 
 
 def at_length(loaded: Loaded) -> list[str]:
-    """Return the lines of the detailed report of a start, with sizes in bytes."""
+    """Return a detailed report about a loaded model: lines about memory, times and programs.
+
+    Sizes are in bytes.
+    """
     report, plan = _report(loaded)
     lines = [
         f"memory: weights {loaded.runner.weight_bytes:,} bytes{_quantization(plan)}; "
@@ -142,7 +149,7 @@ def _quantization(plan: StartPlan) -> str:
 
 
 def readable(size: int) -> str:
-    """Return a number of bytes with a unit that leaves few digits: 2.6 MB, 15 GB."""
+    """Return a number of bytes as text with a decimal unit and few digits: 2.6 MB, 15 GB."""
     value, unit = float(size), "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:

@@ -21,12 +21,16 @@ _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\ufffd
 
 
 class NoAnswer(JaxserveError):
-    """The server cannot be reached or has refused a request."""
+    """Error of `jaxserve chat` and `complete`: the server is out of reach or a request failed."""
 
 
 @dataclass
 class Answer:
-    """An answer in progress: text, number of tokens, seconds to the first and the last part."""
+    """A model's answer as far as it has arrived: its text, number of tokens and times.
+
+    `first` and `last` are the seconds from the request to the first and the last part of the text.
+    `str()` returns a line with tokens and speed.
+    """
 
     text: str = ""
     tokens: int = 0
@@ -41,10 +45,13 @@ class Answer:
 
 @dataclass
 class Remote:
-    """A server under an OpenAI-compatible URL, as a context manager.
+    """A client of a server with OpenAI's API, which opens its connection as a context manager.
+
+    On entering the context, the client selects the first model of the server if none is named.
 
     Raises:
-        NoAnswer: on entering the context, if the server does not answer.
+        NoAnswer: on entering the context, if the URL is invalid or the server does not list its
+            models.
     """
 
     url: str  # address of the server, with or without `/v1`
@@ -99,7 +106,12 @@ class Remote:
         return f"cannot reach {self.url}: {str(error) or type(error).__name__}"
 
     def stream(self, path: str, body: dict[str, Any], answer: Answer) -> Iterator[str]:
-        """Yield the parts of an answer as they arrive, and update `answer`.
+        """Send a request, and yield the parts of the answer's text as they arrive.
+
+        Args:
+            path: path of the endpoint below `/v1/`.
+            body: fields of the request besides model, options and streaming.
+            answer: receives the text, the times and the number of tokens.
 
         Raises:
             NoAnswer: the request was refused or failed, or its answer ended early.
@@ -127,7 +139,15 @@ class Remote:
 
 
 def _take(data: str, answer: Answer) -> str:
-    """Update `answer` with an event, and return the text in it."""
+    """Return the text in a streamed event of OpenAI's API, or an empty string.
+
+    Args:
+        data: JSON of the event.
+        answer: receives the number of tokens if the event has a usage.
+
+    Raises:
+        NoAnswer: the event is an error, or has another format.
+    """
     try:
         event = msgspec.json.decode(data)
         if event.get("error"):
@@ -151,7 +171,7 @@ def _reason(response: httpx2.Response) -> str:
 
 
 class Terminal:
-    """A terminal from which lines are read and on which answers are shown.
+    """The terminal of `jaxserve chat` and `complete`: reads typed lines and prints answers.
 
     Args:
         show_stats: print tokens and speed after each answer, on standard error.
@@ -166,7 +186,10 @@ class Terminal:
                 __import__("readline")
 
     def lines(self) -> Iterator[str]:
-        """Yield typed lines until Ctrl-D. Ctrl-C discards the current line."""
+        """Yield the lines of standard input until its end (Ctrl-D), except empty ones.
+
+        Ctrl-C discards the current line.
+        """
         while True:
             try:
                 line = input(self._prompt)
@@ -181,7 +204,17 @@ class Terminal:
                 yield line
 
     def show(self, remote: Remote, path: str, body: dict[str, Any]) -> Answer:
-        """Print an answer as it arrives. Ctrl-C cancels it, also at the server."""
+        """Send a request, print the answer's text as it arrives, and return the Answer.
+
+        Ctrl-C cancels the answer, also at the server. On a terminal, control characters are
+        replaced.
+
+        Args:
+            path, body: see `Remote.stream`.
+
+        Raises:
+            NoAnswer: the request was refused or failed.
+        """
         answer = Answer()
         parts = remote.stream(path, body, answer)
         is_tty = sys.stdout.isatty()
@@ -206,12 +239,11 @@ def _say(error: NoAnswer) -> None:
 
 
 def chat(remote: Remote, terminal: Terminal, system: str | None, quick: str | None) -> int:
-    """Run `jaxserve chat`: a conversation, or one message.
+    """Run `jaxserve chat`: hold a conversation with a model, or send one message.
 
     Args:
-        terminal: source of messages.
-        system: first message of the conversation, with role system.
-        quick: the only message; None reads messages from the terminal.
+        system: first message of the conversation, with role system, or None.
+        quick: the only message. None reads messages from the terminal.
 
     Returns:
         The exit status: 1 if the server did not answer and there is no terminal to try again.
@@ -236,7 +268,11 @@ def chat(remote: Remote, terminal: Terminal, system: str | None, quick: str | No
 
 
 def complete(remote: Remote, terminal: Terminal, quick: str | None) -> int:
-    """Run `jaxserve complete`: complete each line separately. Return the exit status, as `chat`."""
+    """Run `jaxserve complete`: send each line as a separate prompt, and print its completion.
+
+    `quick` is the only prompt. None reads prompts from the terminal. The exit status is that of
+    `chat`.
+    """
     try:
         with remote:
             for line in terminal.lines() if quick is None else [quick]:

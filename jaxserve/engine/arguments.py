@@ -11,12 +11,14 @@ from jaxserve.settings.config import EngineConfig
 
 
 class EngineArgs(SimpleNamespace):
-    """The arguments of an engine as attributes that can be changed before use.
+    """The settings of an engine as attributes that can be changed before an engine is created.
+
+    It has vLLM's class name. All fields of `EngineConfig` are attributes with their defaults.
 
     Args:
-        model: see `EngineConfig`.
-        **settings: other fields of `EngineConfig`, and unsupported settings of vLLM with neutral
-            values.
+        model: folder, file or hub name of the model. None is the bundled model.
+        **settings: other fields of `EngineConfig`, and settings of vLLM that jaxserve does not
+            support, with values that have no effect.
 
     Raises:
         TypeError: an argument is unknown.
@@ -31,7 +33,9 @@ class EngineArgs(SimpleNamespace):
         super().__init__(**known_names | {"model": model} | settings)
 
     def create_engine_config(self, *_: Any, **__: Any) -> EngineConfig:
-        """Return the checked settings. Arguments of vLLM's method are accepted and ignored.
+        """Return the settings of this object as a validated `EngineConfig`.
+
+        All arguments are ignored. They allow calls that pass the arguments of vLLM's method.
 
         Raises:
             InvalidRequest: a setting is out of range or not supported.
@@ -40,4 +44,4 @@ class EngineArgs(SimpleNamespace):
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The arguments of an engine for asyncio programs, equal to `EngineArgs`."""
+    """The settings of an engine for `AsyncLLM.from_engine_args`, identical to `EngineArgs`."""

@@ -29,15 +29,15 @@ T = TypeVar("T")
 
 
 class AsyncLLM(EngineOwner):
-    """An engine with streams of outputs.
+    """An LLM engine for asyncio programs, which streams the outputs of requests.
 
-    Methods must be called from the event loop, except `stats_now`, `inspect`, `is_alive` and
-    `standstill`, which any thread can call. After the engine has ended, methods raise EngineClosed
-    or EngineDead.
+    The engine runs on its own thread. All methods must be called from the event loop, except
+    `stats_now`, `inspect`, `is_alive` and `standstill`, which any thread can call. After the engine
+    has ended, methods raise EngineClosed or EngineDead.
 
     Args:
-        config: the settings, or a loaded model.
-        on_progress: called with the progress of the start.
+        config: the settings of the engine, or a loaded model.
+        on_progress: called with (stage, done, total) during the start.
 
     Raises:
         CheckpointError, UnsupportedModel, InvalidRequest: see `start.start.load`.
@@ -61,19 +61,19 @@ class AsyncLLM(EngineOwner):
         cache_salt: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Stream the new text and tokens of a request's completions until all have ended.
+        """Start a request for one prompt, and yield its new text and tokens until its end.
 
-        Each output contains the text and tokens since the previous output. A slow consumer gets
-        the tokens of several steps in one output. Leaving the iteration early aborts the request.
-        If a request fails while it is served, its last output has finish_reason "error", and both
-        the completion and the output have the reason in `error`.
+        Each yielded RequestOutput contains the text and tokens since the previous one. A slow
+        consumer gets the tokens of several steps in one output. Leaving the iteration early aborts
+        the request. If generation fails, the last output has finish_reason "error", and both the
+        completion and the output have the message in `error`.
 
         Args:
-            prompt: the prompt.
-            sampling_params: the sampling parameters, by default the checkpoint's.
-            request_id: an id for `abort`, unique among the running requests.
-            priority: the priority of the request.
-            cache_salt: a salt for the keys of the prefix cache.
+            prompt: text, token ids, or one of vLLM's prompt dicts.
+            sampling_params: the sampling parameters. None for the checkpoint's defaults.
+            request_id: an id for `abort`, unique among the running requests. None for a random id.
+            priority: under the priority policy, requests with lower values run first.
+            cache_salt: cached pages are shared only between requests with equal salts.
             tokenization_kwargs: see `LLM.generate`.
 
         Raises:
@@ -106,11 +106,13 @@ class AsyncLLM(EngineOwner):
             stream.close()
 
     def open(self, requests: Iterable[Request], max_unread: int | None = None) -> Stream:
-        """Start requests, and return a stream of all their outputs for the running event loop.
+        """Start requests, and return one Stream of their deltas (new tokens and text).
+
+        The stream belongs to the running event loop.
 
         Args:
-            requests: requests from `requests.make`.
-            max_unread: the most unread tokens before the requests are paused.
+            max_unread: number of unread tokens above which the requests are paused. None for no
+                limit.
 
         Raises:
             EngineClosed, EngineDead: the engine has ended. No request has been started.
@@ -122,7 +124,7 @@ class AsyncLLM(EngineOwner):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> Self:
-        """Create an engine from its arguments. Other arguments of vLLM's method are ignored.
+        """Create an AsyncLLM from EngineArgs. Further arguments of vLLM's method are ignored.
 
         Raises:
             InvalidRequest, CheckpointError, UnsupportedModel: see the class.
@@ -130,7 +132,10 @@ class AsyncLLM(EngineOwner):
         return cls(engine_args.create_engine_config())
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Abort requests: their streams end with finish_reason "abort". Unknown ids are ignored."""
+        """Abort requests by the ids that the caller passed to `generate`.
+
+        The streams of the requests end with finish_reason "abort". Unknown ids are ignored.
+        """
         for name in [request_id] if isinstance(request_id, str) else request_id:
             internal = self._internal.get(name)
             if internal is not None:
@@ -139,25 +144,39 @@ class AsyncLLM(EngineOwner):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Clear the prefix cache (see `LLM.reset_prefix_cache`)."""
+        """Clear the prefix cache between two steps, and return True.
+
+        Later requests reuse no page that was computed before. Running requests keep their pages.
+
+        Args:
+            reset_running_requests: whether to preempt running requests and compute their pages
+                again.
+            reset_connector: ignored.
+        """
         engine = self._thread.engine
         reset = partial(engine.reset_prefix_cache, reset_running_requests)
         return await asyncio.to_thread(self._thread.call, reset)
 
     async def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics with vLLM's names (see `LLM.get_metrics`)."""
+        """Return the engine's counters, gauges and histograms as a list of Metric.
+
+        The names are vLLM's. The engine's thread reads the values between two steps.
+        """
         return await asyncio.to_thread(self._metrics)
 
     def abort_waiting(self, request_id: str, error: str) -> None:
-        """Abort an opened request that still waits for its first slot."""
+        """Abort a request with an error message if it still waits for its first slot.
+
+        `request_id` is the engine's id of the request (`Request.request_id`).
+        """
         self._thread.abort_waiting(request_id, error)
 
     async def stats(self) -> EngineStats:
-        """Return the engine's statistics between two steps."""
+        """Return a consistent snapshot of the engine's statistics, taken between two steps."""
         return await asyncio.to_thread(self._thread.call, self._thread.engine.stats)
 
     async def check(self) -> None:
-        """Check the invariants of all pages, slots and counters.
+        """Check the invariants of the scheduler between two steps: all pages, slots and counters.
 
         Raises:
             AssertionError: an invariant is broken. The message names it.
@@ -165,61 +184,75 @@ class AsyncLLM(EngineOwner):
         await asyncio.to_thread(self._thread.call, self._thread.engine.scheduler.check)
 
     def stats_now(self) -> EngineStats:
-        """Return the engine's statistics at once, also if its thread hangs within a step.
+        """Return the engine's statistics at once, without waiting for the engine's thread.
 
-        The thread only replaces whole numbers, so each number is valid. However, the numbers may
-        be from different moments of a step, and `num_waiting` and `pages_in_use`, which combine
-        several numbers, may be off by the changes of the step. `stats` returns exact numbers.
+        The call works even if that thread hangs within a step. Each number is valid, but numbers
+        may be from different moments of a step. `num_waiting` and `pages_in_use` combine several
+        numbers and may be off by the changes of one step. `stats` returns exact numbers.
         """
         return self._thread.engine.stats()
 
     def inspect(self, read: Callable[[Engine], T]) -> T:
-        """Return the result of `read` with the engine between two steps, on the engine's thread.
+        """Call `read(engine)` on the engine's thread between two steps, and return its result.
 
-        The call blocks, so it must not be made on an event loop. It raises exceptions of `read`.
+        The call blocks until the engine's thread has run it, so it must not be made on an event
+        loop. Exceptions of `read` are raised here.
         """
         return self._thread.call(lambda: read(self._thread.engine))
 
     def is_alive(self) -> bool:
-        """Return whether the engine's thread is alive, so that requests in progress advance."""
+        """Return whether the engine still serves requests.
+
+        The result is False after the engine's end, a close or a fork, or if another of its hosts is
+        lost.
+        """
         return self._thread.is_alive()
 
     def has_ended(self) -> bool:
-        """Return whether the engine has ended and every request has received its last delta."""
+        """Return whether the engine's thread has ended, so that every request has its last delta.
+
+        In a forked process the result is True.
+        """
         return self._thread.has_ended()
 
     @property
     def loss(self) -> str | None:
-        """The reason of the end if another host was lost (see `Engine.loss`)."""
+        """The reason if the engine ends because another host was lost, otherwise None."""
         return self._thread.engine.loss
 
     def standstill(self) -> float:
-        """Return the seconds since a step was last submitted or read, or 0 while idle."""
+        """Return the seconds since the engine last completed a step, or 0 while it is idle.
+
+        A large value shows that the engine hangs within a step.
+        """
         return self._thread.standstill()
 
     @property
     def config(self) -> EngineConfig:
-        """The resolved settings of the engine."""
+        """The engine's settings, with automatic values replaced by the values in use."""
         return self._thread.engine.config
 
     @property
     def limits(self) -> Limits:
-        """The limits of requests."""
+        """The engine's limits for requests, such as the vocabulary size and the context length."""
         return self._thread.engine.limits
 
     @property
     def num_pages(self) -> int:
-        """The number of pages of the KV cache, including the null page."""
+        """Number of pages of the engine's KV cache, including the null page."""
         return self._thread.engine.runner.num_pages
 
     @property
     def step_tokens(self) -> ValueCounts:
-        """A histogram of prompt and answer tokens per step, updated by the engine's thread."""
+        """A histogram of the number of prompt and generated tokens of each step.
+
+        The engine's thread adds to the histogram while it runs.
+        """
         return self._thread.engine.step_tokens
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The length of an answer in the checkpoint's generation configuration, or None."""
+        """Limit of generated tokens in the checkpoint's generation_config.json, or None."""
         return self._thread.engine.loaded.max_new_tokens
 
     async def __aenter__(self) -> Self:

@@ -18,13 +18,15 @@ _log = logging.getLogger(__name__)
 
 
 class RequestBatch:
-    """Requests that are served together. The constructor starts them.
+    """The requests of one call of `LLM.generate` or `LLM.enqueue`, and their outputs.
+
+    The constructor starts all requests on the engine's thread. `wait` returns the outputs.
 
     Args:
-        texts: the text of each prompt, or None for token ids.
+        texts: for each request the text of its prompt, or None if the prompt is token ids.
 
     Raises:
-        EngineClosed, EngineDead: the engine has ended. No request has been started.
+        EngineClosed, EngineDead: the engine has ended. No request keeps running.
     """
 
     def __init__(
@@ -58,16 +60,20 @@ class RequestBatch:
 
     @property
     def request_ids(self) -> list[str]:
-        """The ids of the requests, in order."""
+        """The engine's ids of the requests of the batch, in the order of the prompts."""
         return [request.request_id for request in self._requests]
 
     def wait(self, use_tqdm: bool) -> list[RequestOutput]:
-        """Wait until all requests have ended, and return their outputs.
+        """Wait until all requests of the batch have ended, and return their outputs in order.
 
-        If the wait ends with an exception, such as KeyboardInterrupt, the requests are aborted.
+        A failed request is logged, and its output has the message in `error`. If the wait ends with
+        an exception, such as KeyboardInterrupt, the unfinished requests are aborted.
+
+        Args:
+            use_tqdm: whether to show a progress bar of finished prompts.
 
         Raises:
-            EngineDead: the engine ended first.
+            EngineDead: the engine ended before all requests.
         """
         progress = _Progress(len(self._requests), use_tqdm)
         try:
@@ -84,7 +90,7 @@ class RequestBatch:
         return list(self._outputs.values())
 
     def abort(self) -> None:
-        """Abort all requests that have not ended."""
+        """Abort all requests of the batch that have not ended, without waiting."""
         for request_id, output in self._outputs.items():
             if not output.finished:
                 self._thread.abort(request_id)
@@ -108,7 +114,7 @@ class RequestBatch:
 
 
 class _Progress:
-    """A progress bar of finished prompts, with the tokens per second."""
+    """A tqdm progress bar of finished prompts, with the prompt and generated tokens per second."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self._bar = tqdm(total=total, desc="Processed prompts", disable=not shown)

@@ -22,10 +22,12 @@ from jaxserve.start.plan.limits import Limits
 
 
 class BeamSearch:
-    """The beam search of one prompt.
+    """The state of the beam search for one prompt: unfinished beams and complete sequences.
+
+    `run_searches` scores the beams of each step, and `advance` chooses the beams of the next step.
 
     Args:
-        request: a request with the prompt, cache salt and priority of all beams.
+        request: a request with the prompt, the cache salt and the priority that all beams use.
     """
 
     def __init__(self, request: Request, params: BeamSearchParams, limits: Limits) -> None:
@@ -43,10 +45,14 @@ class BeamSearch:
         return self._length == self._most or not self.beams
 
     def advance(self, scores: Listing[dict[int, Logprob]]) -> None:
-        """Replace the beams by the best candidates of a step.
+        """Extend the beams by one token each, to the `beam_width` best candidates.
+
+        The candidates of a beam are its `2 * beam_width` most likely next tokens, or the allowed
+        tokens. A candidate whose token ends the sequence becomes a complete sequence instead of a
+        beam. Only the best `beam_width` complete sequences are kept.
 
         Args:
-            scores: for each beam, the log-probabilities of the next tokens.
+            scores: for each beam in order, the Logprobs of its next tokens by token id.
         """
         width = self._params.beam_width
         self._length += 1
@@ -82,7 +88,10 @@ class BeamSearch:
         return sorted(sequences, key=rank, reverse=True)[: self._params.beam_width]
 
     def output(self, tokenizer: Any) -> BeamSearchOutput:
-        """Return the best sequences, with their texts unless `tokenizer` is None."""
+        """Return the best `beam_width` sequences among complete sequences and present beams.
+
+        A tokenizer decodes their texts. With None, the sequences have no texts.
+        """
         best = self._best([*self._complete, *self.beams])
         if tokenizer is None:
             return BeamSearchOutput(best)
@@ -112,7 +121,15 @@ def run_searches(
     step: SamplingParams,
     generate: Callable[..., list[RequestOutput]],
 ) -> None:
-    """Run searches to their ends, with one call of `generate` (`LLM.generate`) for each step."""
+    """Run beam searches to their ends, with all beams of one step in one call of `generate`.
+
+    Args:
+        step: sampling settings for one token of a beam, from `step_settings`.
+        generate: `LLM.generate`.
+
+    Raises:
+        EngineDead: a request of a beam failed or was aborted.
+    """
     while active := [search for search in searches if not search.is_done]:
         beams = [(search.request, beam) for search in active for beam in search.beams]
         prompts = [
@@ -130,10 +147,14 @@ def run_searches(
 
 
 def step_settings(params: BeamSearchParams, temperature: float, limits: Limits) -> SamplingParams:
-    """Return the settings of a request for one token of a beam.
+    """Return the sampling settings of a request that generates and scores one token of a beam.
+
+    Args:
+        temperature: temperature of the request, which affects only processed log-probabilities.
 
     Raises:
-        InvalidRequest: the engine scores fewer tokens than `params` need.
+        InvalidRequest: an allowed token id of the search is not in the vocabulary, or the engine's
+            max_logprobs is below the number of candidates.
     """
     name, listed = "allowed_token_ids", params.allowed_token_ids
     for token in listed or ():

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class LiveSequence:
-    """A sequence that is being served, and the receiver of its output."""
+    """An unfinished sequence (one completion), its detokenizer and its output's receiver."""
 
     sequence: Sequence
     sink: Sink  # the receiver, called with each delta
@@ -40,7 +40,10 @@ class LiveSequence:
     first_token: float = 0.0  # the time at which the first token was read, 0 before
 
     def delta(self, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> Delta:
-        """Return a delta of new tokens, with all text that is final now."""
+        """Return a Delta with new tokens of this sequence, their logprobs and all final text.
+
+        It also contains the prompt's log-probabilities, once, when they are complete.
+        """
         sequence, text, prompt = self.sequence, self.detokenizer, self.sequence.prompt_logprobs
         return Delta(
             sequence.request.request_id,
@@ -57,7 +60,7 @@ class LiveSequence:
         )
 
     def times(self, now: float) -> SequenceTimes:
-        """Return the times of the sequence, whose last token was read at `now`."""
+        """Return the SequenceTimes of this sequence, whose last token was read at `now`."""
         sequence = self.sequence
         return SequenceTimes(
             self.arrived, sequence.started, self.first_token, now, sequence.num_preemptions
@@ -65,17 +68,18 @@ class LiveSequence:
 
     @property
     def hides_last(self) -> bool:
-        """Whether the newest token is a stop token that is excluded from the text.
+        """Whether the sequence's newest token is a stop token that its text must not contain.
 
-        A request with `include_stop_str_in_output` includes it.
+        The result is False for a request with `include_stop_str_in_output`.
         """
         sampling = self.sequence.request.sampling
         return self.sequence.stop_token is not None and not sampling.include_stop_str_in_output
 
     def why_none(self, vocab_size: int) -> str | InvalidRequest:
-        """Return the reason why no token could be sampled, after the sequence has ended.
+        """Return the reason why no next token could be sampled for this sequence.
 
-        Either the request excludes all tokens, or the logits were not finite.
+        The reason is an InvalidRequest if the request's settings exclude all tokens. Otherwise it
+        is a text: the model's logits were not finite.
         """
         drawn = self.sequence.output_token_ids()
         if allowed_tokens(self.sequence, drawn, vocab_size).any():
@@ -93,10 +97,11 @@ class LiveSequence:
 
 
 class Delivery:
-    """The sequences that are being served, and the delivery of their tokens and text.
+    """The unfinished sequences of an engine, and the sending of their new tokens and text.
 
     Args:
-        scheduler: the scheduler, in which a sequence is finished when its text ends it.
+        scheduler: the scheduler. `Delivery` finishes a sequence there if its text contains a stop
+            string or its grammar is complete.
     """
 
     def __init__(
@@ -114,28 +119,28 @@ class Delivery:
         self._now = 0.0
 
     def add(self, request_id: str, lives: list[LiveSequence]) -> None:
-        """Register the sequences of a request that has been queued."""
+        """Register the sequences of a request, after they have been added to the scheduler."""
         self._live.update((live.sequence, live) for live in lives)
         self._by_request[request_id] = lives
 
     def of_request(self, request_id: str) -> list[LiveSequence]:
-        """Return the unfinished sequences of a request, or [] for an unknown request."""
+        """Return a list of the unfinished sequences of a request, empty for an unknown id."""
         return list(self._by_request.get(request_id, ()))
 
     def all(self) -> Iterable[LiveSequence]:
-        """Return all unfinished sequences."""
+        """Return a list of the unfinished sequences of all requests."""
         return list(self._live.values())
 
     def replace(self, live: LiveSequence, sequence: Sequence) -> None:
-        """Replace the scheduler's sequence of a live sequence."""
+        """Make a live sequence use a new scheduler sequence, when its paused request resumes."""
         del self._live[live.sequence]
         live.sequence = sequence
         self._live[sequence] = live
 
     def keep_prompt_logprobs(self, plan: LaunchPlan, logprobs: StepLogprobs) -> None:
-        """Store the log-probabilities of prompt chunks in their sequences.
+        """Store the log-probabilities of a launch's prompt chunks in their sequences.
 
-        This precedes the commit of the launch, in which sequences can lose their slots.
+        It must precede the commit of the launch, in which sequences can lose their slots.
         """
         live = self._slots.generation[plan.slots] == plan.generations
         is_requested = live & self._slots.wants_logprob(plan.slots, plan.starts)
@@ -223,7 +228,13 @@ class Delivery:
     def end(
         self, live: LiveSequence, reason: FinishReason, error: str | InvalidRequest | None = None
     ) -> None:
-        """End a sequence for a reason other than its tokens, and send its last delta."""
+        """End a sequence in the scheduler, and send its last delta with a reason and an error.
+
+        It is used for aborts and errors, which no generated token causes.
+
+        Args:
+            error: message or InvalidRequest for the delta, or None.
+        """
         self._scheduler.finish(live.sequence, reason)
         delta = live.delta([])
         delta.finish_reason = reason
@@ -243,4 +254,4 @@ class Delivery:
 
 
 def _nowhere(delta: Delta) -> None:
-    """Ignore the output of a sequence whose receiver has failed."""
+    """Ignore the output of a sequence whose receiver has raised an exception."""

@@ -17,7 +17,10 @@ from jaxserve.scheduling.logprobs import TokenLogprobs
 
 @dataclass
 class Delta:
-    """An increment of one completion of a request."""
+    """New output of one completion since its previous delta: tokens, text and logprobs.
+
+    The last delta of a completion has a finish_reason, and an error if the completion failed.
+    """
 
     request_id: str  # the engine's id of the request
     index: int  # the number of the completion
@@ -37,7 +40,7 @@ class Delta:
     times: SequenceTimes | None = None
 
     def fail(self, error: str | InvalidRequest) -> None:
-        """Set `error`, and `parameter` if the error is an InvalidRequest."""
+        """Set `error` to an error's message, and `parameter` to an InvalidRequest's field."""
         self.error = str(error)
         if isinstance(error, InvalidRequest):
             self.parameter = error.parameter
@@ -52,7 +55,8 @@ def logprob_dicts(
     """Return for each token a dict of Logprobs by token id: the token, then its alternatives.
 
     Args:
-        token_ids: one token per row of `scores`.
+        scores: log-probabilities and ranks of N tokens and their K alternatives.
+        token_ids: the N tokens, one per row of `scores`.
         decode: returns the text of a token, or None.
     """
     texts: dict[int, str | None] = {}
@@ -76,10 +80,10 @@ def logprob_dicts(
 
 
 class OutputReader:
-    """A reader of one request's deltas, which it adds to the outputs of the request.
+    """Converter of the deltas of one request to vLLM's outputs, and of their times to `stats`.
 
     Args:
-        tokenizer: the tokenizer that decodes token texts, or None.
+        tokenizer: decodes the texts of tokens in Logprobs, or None.
     """
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
@@ -90,9 +94,12 @@ class OutputReader:
         self.stats = RequestStateStats(arrival_time=time.time() - since)
 
     def add(self, output: RequestOutput, completion: CompletionOutput, delta: Delta) -> None:
-        """Append a delta to `completion`, the log-probabilities of its prompt to `output`.
+        """Append a delta's text, tokens and logprobs to outputs, and its times to `stats`.
 
-        Both are changed in place, and so is `stats`.
+        Args:
+            output: the output of the request, changed in place. It gets the log-probabilities of
+                the prompt, the number of cached tokens and the first error.
+            completion: the completion of the delta, changed in place.
         """
         completion.text += delta.text
         completion.token_ids += delta.token_ids

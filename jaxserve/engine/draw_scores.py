@@ -20,10 +20,14 @@ from jaxserve.scheduling.slot_table import SlotTable
 
 
 class DrawScores:
-    """The host's computation of log-probabilities of sampled tokens.
+    """Computation on the host of the log-probabilities that the device does not provide.
+
+    They are computed from logits, for listed tokens, for more than 20 alternatives, and for all
+    modes except raw log-probabilities.
 
     Args:
         slots: the slot table, which has the tokens of running sequences.
+        mode: the engine's `logprobs_mode`: raw or processed, log-probabilities or logits.
     """
 
     def __init__(self, slots: SlotTable, mode: str, vocab_size: int) -> None:
@@ -35,11 +39,12 @@ class DrawScores:
     def put(
         self, scores: list[TokenLogprobs | None], result: StepResult, logits: np.ndarray
     ) -> None:
-        """Replace the entries of `scores` for the rows that the host scores.
+        """Score the sampled tokens whose requests need the host, and put the results into `scores`.
 
         Args:
-            scores: one entry per token of the result.
-            logits: float[R, V], the logits of the rows of the step's plan.
+            scores: one entry per token of the result. The entries of these tokens are replaced.
+            result: the sampled tokens of the step and their sequences.
+            logits: float[R, V], the logits of the R rows of the step's plan.
         """
         rows = np.flatnonzero(result.drawn).tolist()
         tokens = zip(rows, result.sequences, result.token_ids, strict=True)
@@ -61,7 +66,11 @@ class DrawScores:
         return score_tokens(logits[None], tokens, width, listed, self._as_logits)
 
     def _processed(self, sequence: Sequence, token: int, logits: np.ndarray) -> np.ndarray:
-        """Return the processed logits from which a token was sampled, -inf for excluded tokens."""
+        """Return float[V]: the processed logits from which a sequence's newest token was sampled.
+
+        Biases, penalties and the temperature are applied to `logits`, and tokens that could not be
+        sampled have -inf. The sampled `token` itself always has a finite value.
+        """
         request, sampling = sequence.request, sequence.request.sampling
         tokens = sequence.token_ids
         if sequence.slot != NO_SLOT:
@@ -83,7 +92,13 @@ class DrawScores:
 
 
 def allowed_tokens(sequence: Sequence, drawn: Listing[int], vocab_size: int) -> np.ndarray:
-    """Return bool[V]: the tokens that a sequence's request allows next, as in `logit_edits`."""
+    """Return bool[V], True for each token that a request allows as the next token of a sequence.
+
+    The mask combines allowed_token_ids, the grammar, bad_words and min_tokens.
+
+    Args:
+        drawn: the generated tokens so far.
+    """
     request = sequence.request
     listed = request.sampling.allowed_token_ids
     allowed = np.full(vocab_size, listed is None)
@@ -103,7 +118,12 @@ def allowed_tokens(sequence: Sequence, drawn: Listing[int], vocab_size: int) -> 
 def _penalize(
     logits: np.ndarray, sampling: SamplingParams, tokens: np.ndarray, drawn: Listing[int]
 ) -> None:
-    """Apply penalties in place, as `execution.logit_edits` does."""
+    """Apply repetition, frequency and presence penalties to float[V] logits in place.
+
+    Args:
+        tokens: token ids of the prompt and the output, for the repetition penalty.
+        drawn: the generated tokens, for the frequency and presence penalties.
+    """
     repetition, frequency, presence = (
         logits.dtype.type(np.float32(getattr(sampling, f"{name}_penalty")))
         for name in ("repetition", "frequency", "presence")
@@ -120,7 +140,7 @@ def _penalize(
 
 
 def _truncated(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
-    """Return logits / temperature, with -inf for tokens that min_p, top_k or top_p exclude."""
+    """Return float[V]: logits / temperature, -inf for tokens outside min_p, top_k or top_p."""
     scaled = logits / logits.dtype.type(np.float32(sampling.temperature))
     probs = np.exp(scaled - scaled.max())
     likely = (logits > -np.inf) & (probs >= np.float32(sampling.min_p))

@@ -41,7 +41,7 @@ MakeScheduler = Callable[[EngineConfig, PagePool, SlotTable], Scheduler]
 
 
 def make_scheduler(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Scheduler:
-    """Create the scheduler of a configuration."""
+    """Create the default scheduler of an engine with the settings of its resolved configuration."""
     assert config.max_num_batched_tokens is not None
     return Scheduler(
         pool,
@@ -56,12 +56,13 @@ def make_scheduler(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Sc
 
 
 class Engine:
-    """The engine: schedules a step, submits it, and commits the previous step.
+    """The body of the serving loop: schedules a step, submits it, and commits the previous step.
 
-    It is not thread-safe. `EngineThread` runs it on its own thread.
+    An Engine is not thread-safe. `EngineThread` runs it on its own thread.
 
     Args:
-        config: the settings, or a loaded model (a Runner can outlive an engine).
+        config: the settings, from which the model is loaded, or a loaded model.
+        on_progress: called with (stage, done, total) while the model is loaded.
         scheduler: creates the scheduler. Baselines pass another one with the same interface.
     """
 
@@ -105,13 +106,13 @@ class Engine:
             self.pool.on_change = self._events.add
 
     def add(self, request: Request, sink: Sink) -> None:
-        """Queue a request.
+        """Queue a request at the scheduler: one sequence for each of its `n` completions.
 
         Args:
-            sink: called with every Delta of each of its completions.
+            sink: called with every Delta of the request's completions.
 
         Raises:
-            InvalidRequest: the id is in use, or the request does not fit into the cache.
+            InvalidRequest: the request id is in use, or the request does not fit into the KV cache.
         """
         if self._delivery.of_request(request.request_id):
             raise InvalidRequest(f"request_id {request.request_id!r} is being served", "request_id")
@@ -148,9 +149,14 @@ class Engine:
         return Detokenizer(self.tokenizer, tail, request.sampling)
 
     def abort(self, request_id: str, error: str | None = None, waiting_only: bool = False) -> bool:
-        """Abort a request, and send its last deltas. Return False if there is no such request.
+        """Abort a request, and send the last deltas of its completions with reason "abort".
 
-        With `waiting_only`, only a request that has never had a slot is aborted.
+        Args:
+            error: message for the deltas, or None.
+            waiting_only: abort the request only if no sequence of it has ever had a slot.
+
+        Returns:
+            Whether the request was aborted. It is False for an unknown or ended request.
         """
         lives = self._delivery.of_request(request_id)
         if not lives or (waiting_only and any(live.sequence.num_cached >= 0 for live in lives)):
@@ -160,16 +166,19 @@ class Engine:
         return True
 
     def pause(self, request_id: str) -> None:
-        """Free the slots and pages of a request until `resume`.
+        """Free the slots and pages of a request until `resume` queues it again.
 
-        The scheduler finishes its sequences. A token in flight is dropped and sampled again later.
+        Its tokens are kept. A token that is being computed is dropped and sampled again later.
         """
         for live in self._delivery.of_request(request_id):
             self.scheduler.finish(live.sequence, FinishReason.ABORT)
             self._recovery.forget(live.sequence)
 
     def resume(self, request_id: str) -> None:
-        """Queue a paused request again, as the newest arrival."""
+        """Queue a paused request's sequences again, as the newest arrivals with their tokens.
+
+        A request that is not paused is not changed.
+        """
         for live in self._delivery.of_request(request_id):
             if live.sequence.finish_reason is None:
                 continue
@@ -190,22 +199,26 @@ class Engine:
 
     @property
     def loss(self) -> str | None:
-        """The reason if another host is lost, None before.
+        """The reason why the engine ends if another of its hosts is lost, otherwise None.
 
-        The engine's thread may then wait forever within a step.
+        After a loss, the engine's thread may wait forever within a step.
         """
         return None if self.loaded.group is None else self.loaded.group.loss
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The numbers of committed and failed steps, one of which grows with every step."""
+        """The pair (committed steps, failed steps) since the start, which every step changes."""
         return self._num_steps, self._num_failed_steps
 
     def step(self) -> None:
-        """Schedule and submit a step, and commit the previous one.
+        """Run one iteration of the loop: schedule and submit a step, commit the previous one.
 
-        Errors of the device are handled here: a failed step is computed again, and a sequence that
-        keeps failing ends with finish_reason "error". Any other exception is a bug of the engine.
+        The tokens of the committed step are sent to the receivers of the requests. After an error
+        of the device, the failed step is computed again, and a sequence that keeps failing ends
+        with finish_reason "error". Any other exception is a bug of the engine.
+
+        Raises:
+            EngineDead: a step failed on an engine with several hosts.
         """
         self._recovery.limit_running()
         # Programs are added while the engine serves.
@@ -254,11 +267,11 @@ class Engine:
         self.step_tokens.add((count + first) / steps, steps)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Clear the prefix cache, and return True.
+        """Clear the prefix cache, so that later requests reuse no earlier page, and return True.
 
         Args:
-            reset_running_requests: whether to preempt running sequences, so that their pages are
-                computed again. Their tokens stay.
+            reset_running_requests: whether to preempt running sequences first, so that their pages
+                are computed again. Their tokens are kept.
         """
         if reset_running_requests:
             self.scheduler.preempt_all(lambda sequence: sequence.precedence)
@@ -266,7 +279,13 @@ class Engine:
         return True
 
     def _recover(self, error: Exception, plans: list[LaunchPlan]) -> None:
-        """Recover from a failed step, with which the cache is lost: preempt all sequences.
+        """Recover from a failed step, which loses the contents of the KV cache.
+
+        All sequences are preempted, so that their pages are computed again. Sequences that have
+        failed too often end with finish_reason "error".
+
+        Args:
+            plans: plans of the failed step, and of a step in flight with it.
 
         Raises:
             EngineDead: the engine has several hosts, whose states may differ now.
@@ -286,7 +305,7 @@ class Engine:
                     self._delivery.end(live, FinishReason.ERROR, f"the step failed: {error}")
 
     def stats(self) -> EngineStats:
-        """Return the current statistics."""
+        """Return a snapshot of the engine's counters, and of its use of slots and pages."""
         scheduler, pool, behind = self.scheduler, self.pool, self.loaded.behind
         in_use = {"page": pool.num_usable - pool.num_free, "slot": scheduler.num_running}
         return EngineStats(
@@ -314,7 +333,12 @@ class Engine:
         )
 
     def close(self, error: str | None = None) -> None:
-        """End all requests, aborted or with `error`, and free the device. Idempotent."""
+        """End all requests, and release the device, connections and publisher. Idempotent.
+
+        Args:
+            error: message for the last deltas of the requests, which then have finish_reason
+                "error". None for finish_reason "abort".
+        """
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         for live in self._delivery.all():
             self._delivery.end(live, reason, error)

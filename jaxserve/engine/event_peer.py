@@ -29,13 +29,11 @@ _WATCHED = _FAILED | _TRIED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNE
 
 
 class EventPeer:
-    """The peer of a connecting PUB socket.
+    """A watcher of a PUB socket's connection to a ZeroMQ subscriber, its peer.
 
-    One warning is logged if the peer is not a ZeroMQ subscriber. ZeroMQ reconnects to a peer that
-    closes the connection, and gives up a peer that violates the protocol.
-
-    Args:
-        context: the ZeroMQ context of the socket.
+    ZeroMQ reconnects to a peer that closes the connection, and gives up a peer that violates the
+    protocol. One warning is logged if several handshakes in succession fail, because the peer is
+    then not a ZeroMQ subscriber.
     """
 
     def __init__(self, context: zmq.Context[Any]) -> None:
@@ -47,7 +45,7 @@ class EventPeer:
         self._has_warned = False
 
     def watch(self, pub: zmq.Socket[Any], endpoint: str) -> None:
-        """Start to watch a socket, before it connects to `endpoint`."""
+        """Start to watch a PUB socket, before it connects to its peer at `endpoint`."""
         self._num_watched += 1
         self._pub, self._endpoint, self._ended = pub, endpoint, None
         name = f"inproc://kv-events-peer-{self._num_watched}"
@@ -57,16 +55,20 @@ class EventPeer:
         news.connect(name)
 
     def has_given_up(self) -> bool:
-        """Read all events of the connection, and return whether ZeroMQ has given it up."""
+        """Read all pending events, and return whether ZeroMQ has given up the connection.
+
+        This is the case a second after the connection was closed, without a new attempt.
+        """
         while self._read(0) is not None:
             pass
         return self._ended is not None and time.monotonic() - self._ended > _GIVEN_UP
 
     def close(self) -> None:
-        """Close the watched socket, and drop messages that its peer does not accept.
+        """Close the watched PUB socket and its monitor.
 
-        ZeroMQ aborts the process if a peer that is not a subscriber answers while the socket is
-        being closed. The method therefore waits until no connection is open.
+        If handshakes have failed, messages that wait for the peer are dropped. ZeroMQ aborts the
+        process if a peer that is not a subscriber answers while the socket is being closed, so the
+        method first waits about a second for a moment without a connection.
         """
         if self._news is None or self._pub is None:
             return
@@ -81,7 +83,10 @@ class EventPeer:
         self._news = self._pub = None
 
     def _read(self, milliseconds: int) -> int | None:
-        """Return the next event, or None after `milliseconds` without one."""
+        """Return the next event of the socket's monitor, or None after `milliseconds` without.
+
+        The method records failed handshakes and the end of the connection.
+        """
         if self._news is None or not self._news.poll(milliseconds):
             return None
         event: int = recv_monitor_message(self._news)["event"]

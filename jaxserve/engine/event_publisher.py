@@ -38,19 +38,22 @@ _LOOK = 1.0
 
 
 class EventPublisher:
-    """The publisher of cache changes: a PUB socket, and a ROUTER socket for replays.
+    """The publisher of an engine's KV events: changes of the prefix cache, sent over ZeroMQ.
 
-    The engine's thread calls `add`, which only queues a change. One thread encodes and sends
-    changes, and another answers subscribers that lost messages. A PUB socket drops messages that a
-    slow subscriber does not read. Messages are numbered. A change that was dropped from a full
-    queue uses up a number too, so a gap shows a subscriber that it lost messages. A replay returns
-    the last `buffer_steps` messages that were sent.
+    The engine's thread calls `add`, which only queues a change. One thread encodes and sends the
+    changes through a PUB socket. If there is a replay endpoint, another thread sends up to
+    `buffer_steps` earlier messages again, through a ROUTER socket, to subscribers that request
+    them.
+
+    A PUB socket drops messages that a slow subscriber does not read. Messages are numbered, and a
+    change that was dropped from a full queue uses up a number too. A gap in the numbers therefore
+    shows a subscriber that messages are missing.
 
     Args:
         window: the attention window if all layers have the same, otherwise None.
 
     Attributes:
-        endpoint: the opened endpoint, with the port that the system chose
+        endpoint: the opened endpoint, with the port that the system chose.
 
     Raises:
         InvalidRequest: an endpoint cannot be opened.
@@ -91,7 +94,18 @@ class EventPublisher:
             thread.start()
 
     def _open(self, kind: int, field: str, most: int) -> tuple[Any, str]:
-        """Open a socket, and return it with its endpoint."""
+        """Open a PUB or ROUTER socket, and return it with its endpoint (the port is resolved).
+
+        A ROUTER socket binds its endpoint. A PUB socket binds a local or wildcard address, and
+        connects to any other address.
+
+        Args:
+            field: name of the setting with the endpoint.
+            most: the most messages in the send queue of one peer.
+
+        Raises:
+            InvalidRequest: the endpoint cannot be opened.
+        """
         endpoint: str = getattr(self._config, field)
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, most)
@@ -118,7 +132,10 @@ class EventPublisher:
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def add(self, change: Change) -> None:
-        """Queue a change without waiting. A full queue drops its oldest change."""
+        """Queue a change of the prefix cache for sending, without waiting.
+
+        If the queue is full, its oldest change is dropped.
+        """
         with self._wake:
             if len(self._queue) >= self._config.max_queue_size:
                 self._queue.popleft()
@@ -146,10 +163,11 @@ class EventPublisher:
             self._pub, self.endpoint = self._open(zmq.PUB, "endpoint", self._config.hwm)
 
     def _take(self) -> list[Change] | None:
-        """Wait up to `_LOOK` seconds for changes, and return the next ones in order.
+        """Wait up to `_LOOK` seconds for queued changes, and return the next ones in order.
 
-        Return [] if there are no changes, and None if the publisher is closing and the queue is
-        empty.
+        The result has at most `_MOST_CHANGES` changes. It is empty if none has arrived, and None if
+        the publisher is closing and the queue is empty. Dropped changes are counted, and their
+        message numbers are skipped.
         """
         with self._wake:
             if not (self._queue or self._closing):
@@ -190,7 +208,7 @@ class EventPublisher:
             self._router.close(linger=0)
 
     def _send_again(self, client: bytes, first: int) -> None:
-        """Send all stored messages from number `first` on, and the end marker, to a client."""
+        """Send the stored messages from number `first` on, and the end marker, to a subscriber."""
         with self._sent_lock:
             messages = [(number, payload) for number, payload in self._sent if number >= first]
         for number, payload in messages:
@@ -199,7 +217,10 @@ class EventPublisher:
         self._router.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
     def close(self) -> None:
-        """Send the queued changes to subscribers that read them in a second. Idempotent."""
+        """Send the queued changes, and close the sockets and threads of the publisher. Idempotent.
+
+        Messages that a subscriber does not read within a second are dropped.
+        """
         with self._wake:
             if self._closing:
                 return

@@ -18,18 +18,23 @@ def follow(
     on_ready: Callable[[], None] = lambda: None,
     root: Path = Path("/"),
 ) -> int:
-    """Hold this host's part of an engine, and run what its leader runs, until that ends in order.
+    """Run this host as a follower of an engine until the leader ends.
+
+    A follower loads its shard of the model and runs the same programs as the leader, in the same
+    order.
 
     Args:
-        config: the leader's, but for node_rank.
-        on_ready: called once the leader can serve.
-        root: see `load`.
+        config: the leader's settings, with the `node_rank` of this host.
+        on_progress: called with (stage, done, total) during the start.
+        on_ready: called when all hosts are ready to serve.
+        root: see `start.start.load`.
 
     Returns:
-        How many calls of programs were run.
+        The number of calls of programs that this host ran.
 
     Raises:
-        As `load`; ChannelError: the leader is lost.
+        CheckpointError, UnsupportedModel, InvalidRequest: see `start.start.load`.
+        ChannelError: the connection to the leader is lost.
     """
     begun = begin(replace(config, skip_tokenizer_init=True), on_progress, root)
     group = begun.group

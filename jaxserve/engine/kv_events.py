@@ -17,11 +17,11 @@ MEDIUM = "GPU"
 
 
 class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """A change of the prefix cache."""
+    """Base class of vLLM's KV events, each of which describes a change of the prefix cache."""
 
 
 class BlockStored(KVCacheEvent):
-    """Consecutive pages of one prefix that were added to the prefix cache."""
+    """KV event: consecutive pages (blocks) of one prefix were added to the prefix cache."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -37,7 +37,7 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """Pages that were removed from the prefix cache."""
+    """KV event: the pages with these hashes were removed from the prefix cache."""
 
     block_hashes: list[int]
     medium: str | None
@@ -45,14 +45,14 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """All pages were removed from the prefix cache."""
+    """KV event: all pages were removed from the prefix cache."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Events of one message."""
+    """The payload of one message: KV events, the time of sending and the rank of the engine."""
 
     ts: float
     events: list[Event]
@@ -60,9 +60,13 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def block_hashes(keys: np.ndarray) -> list[int]:
-    """Return public digests of keys, u64[n, WORDS], as integers below 2**64.
+    """Return public 64-bit digests of page keys as a list of integers.
 
-    Keys themselves are sums of secret numbers, and would reveal them.
+    Page keys themselves are not published, because they would reveal the secret from which they are
+    computed.
+
+    Args:
+        keys: uint64[n, WORDS], the keys of n pages.
     """
     data = keys.astype("<u8").tobytes()
     size = keys.shape[1] * 8
@@ -73,9 +77,13 @@ def block_hashes(keys: np.ndarray) -> list[int]:
 
 
 def events_of(change: Change, block_size: int, window: int | None) -> Iterator[Event]:
-    """Yield the events of a change of the prefix cache.
+    """Yield the KV events of one change of the prefix cache.
+
+    Stored pages give a BlockStored for each run of consecutive pages of a prefix. Removed pages
+    give one BlockRemoved, and a cleared cache gives AllBlocksCleared.
 
     Args:
+        block_size: number of tokens of a page.
         window: the attention window if all layers have the same, otherwise None.
     """
     if isinstance(change, StoredPages):
@@ -108,6 +116,6 @@ def events_of(change: Change, block_size: int, window: int | None) -> Iterator[E
 
 
 def batch_of(changes: Iterable[Change], block_size: int, window: int | None) -> bytes:
-    """Return the events of changes as the payload of one message, in msgpack."""
+    """Return the KV events of a list of cache changes as one message payload in msgpack."""
     events = [event for change in changes for event in events_of(change, block_size, window)]
     return msgspec.msgpack.encode(KVEventBatch(time.time(), events, 0))

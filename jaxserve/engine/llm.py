@@ -31,16 +31,17 @@ from jaxserve.text.tokenizer import NO_TEMPLATE
 
 
 class LLM(EngineOwner):
-    """An engine for offline use. Close it, or use it as a context manager.
+    """A synchronous LLM engine for offline use. Close it, or use it as a context manager.
 
-    It also closes when it is garbage-collected and at the exit of the program. Several threads can
-    use it, and their requests are served together. After the engine has ended, methods raise
-    EngineClosed or EngineDead.
+    The engine also closes when it is garbage-collected and at the exit of the program. Several
+    threads can call it, and their requests are served together. After the engine has ended, methods
+    raise EngineClosed or EngineDead.
 
     Args:
-        model: a folder, a file or a name on the hub, or None for the bundled model.
-        **settings: fields of `EngineConfig`. Unsupported settings of vLLM are refused with a
-            suggestion, unless their values are neutral.
+        model: a folder, a file or a name on the hub. None for the bundled model. A `Loaded` model
+            is used as it is, without `settings`.
+        **settings: fields of `EngineConfig`. Settings of vLLM that jaxserve does not support are
+            refused with a suggestion, unless their values have no effect.
 
     Raises:
         InvalidRequest: a setting is out of range or not supported.
@@ -58,7 +59,7 @@ class LLM(EngineOwner):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Create an engine from its arguments.
+        """Create an LLM from the settings in EngineArgs.
 
         Raises:
             InvalidRequest, CheckpointError, UnsupportedModel, DeviceError: see the class.
@@ -75,17 +76,19 @@ class LLM(EngineOwner):
         cache_salt: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt. Outputs are in the order of the prompts.
+        """Generate completions of one or more prompts, and return one output per prompt in order.
 
-        If a request fails while it is served, its completion has finish_reason "error", completion
-        and output have the reason in `error`, and a warning is logged.
+        The call waits until all requests have ended. If generation of a prompt fails, no exception
+        is raised: the completion has finish_reason "error", completion and output have the message
+        in `error`, and a warning is logged.
 
         Args:
             prompts: one prompt or a list of prompts: text, token ids, or vLLM's prompt dicts.
             sampling_params: the parameters of all prompts, or a list with one per prompt. None for
-                the checkpoint's recommendation.
+                the checkpoint's defaults.
             use_tqdm: whether to show a progress bar.
-            priority: the priority of all prompts, or a list with one per prompt.
+            priority: the priority of all prompts, or a list with one per prompt. Lower values run
+                first under the priority policy.
             cache_salt: cached pages are shared only between requests with equal salts. The salt of
                 a prompt dict takes precedence.
             tokenization_kwargs: add_special_tokens, truncate_prompt_tokens and truncation_side.
@@ -109,7 +112,13 @@ class LLM(EngineOwner):
         cache_salt: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[list[Request], list[str | None]]:
-        """Return the requests of prompts, and the text of each prompt or None for token ids."""
+        """Validate the arguments of `generate`, and return requests and texts of the prompts.
+
+        Both lists are in the order of the prompts. A text is None for a prompt of token ids.
+
+        Raises:
+            InvalidRequest: an argument is invalid.
+        """
         many = prompt_forms.as_list(prompts)
         settings = prompt_forms.one_each(sampling_params, len(many), "sampling_params")
         ranks = prompt_forms.one_each(priority, len(many), "priority")
@@ -132,24 +141,25 @@ class LLM(EngineOwner):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or a list of conversations, through the chat template.
+        """Answer one or more conversations, and return one output per conversation in order.
 
-        Requests that fail while they are served are reported as by `generate`.
+        The chat template converts the messages of a conversation to a prompt. Failures of
+        generation are reported as by `generate`.
 
         Args:
             messages: the messages of a conversation, or a list of conversations.
             sampling_params, use_tqdm, priority, cache_salt: see `generate`.
             chat_template: a template, a file, or the name of a shipped template
                 (`text.template.find_template`). None for the model's.
-            chat_template_kwargs: optional inputs of the template. They take precedence over
-                `template_options`.
-            **template_options: required inputs of the template, such as tools: an input that the
-                template does not read is refused. chat_template_content_format is the setting of
-                this name.
+            chat_template_kwargs: inputs of the template, which the template may ignore. They take
+                precedence over `template_options`.
+            **template_options: inputs that the template must read, such as tools. An input that it
+                does not read is refused. chat_template_content_format is the setting of this name.
 
         Raises:
-            InvalidRequest: see `generate`. Also if the template refuses the messages.
-            EngineClosed, EngineDead: see `generate`.
+            InvalidRequest: an argument is invalid, the template refuses the messages, or the engine
+                has no tokenizer or chat template.
+            EngineClosed, EngineDead: the engine has ended.
         """
         options = {"priority": priority, "cache_salt": cache_salt}
         prompts = self._rendered(messages, chat_template, chat_template_kwargs, template_options)
@@ -167,7 +177,14 @@ class LLM(EngineOwner):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[str]:
-        """Start to answer conversations as `chat` does, and return the ids of their requests."""
+        """Start to answer conversations, and return the ids of their requests without waiting.
+
+        `wait_for_completion` returns the outputs. The arguments are the same as for `chat`, except
+        that `use_tqdm` is ignored.
+
+        Raises:
+            InvalidRequest, EngineClosed, EngineDead: see `chat`.
+        """
         options = {"priority": priority, "cache_salt": cache_salt}
         prompts = self._rendered(messages, chat_template, chat_template_kwargs, template_options)
         return self.enqueue(prompts, sampling_params, **options)
@@ -175,7 +192,16 @@ class LLM(EngineOwner):
     def _rendered(
         self, messages: Any, chat_template: Any, free: Any, template_options: Mapping[str, Any]
     ) -> list[Any]:
-        """Render conversations with the chat template, and return the prompts."""
+        """Render conversations with the chat template, and return one prompt for each conversation.
+
+        Args:
+            chat_template, template_options: see `chat`.
+            free: the `chat_template_kwargs` of `chat`.
+
+        Raises:
+            InvalidRequest: there is no tokenizer or template, or an input of the template is
+                invalid.
+        """
         tokenizer = self._thread.engine.tokenizer
         if tokenizer is None:
             raise InvalidRequest("this engine has no tokenizer: pass token ids to LLM.generate")
@@ -203,11 +229,16 @@ class LLM(EngineOwner):
         sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
         **options: Any,
     ) -> list[str]:
-        """Start to complete prompts, and return the ids of their requests without waiting.
+        """Start to generate completions of prompts, and return the request ids without waiting.
+
+        `wait_for_completion` returns the outputs.
 
         Args:
             prompts, sampling_params: see `generate`.
-            **options: other arguments of `generate`.
+            **options: other arguments of `generate`. `use_tqdm` is ignored.
+
+        Raises:
+            InvalidRequest, EngineClosed, EngineDead: see `generate`.
         """
         options.pop("use_tqdm", None)
         requests, texts = self._requests_of(prompts, sampling_params, **options)
@@ -219,14 +250,17 @@ class LLM(EngineOwner):
     def wait_for_completion(
         self, output_type: Any = None, *, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """Wait for all enqueued requests, and return their outputs in the order of arrival.
+        """Wait until all enqueued requests have ended, and return their outputs in order.
+
+        Each request of `enqueue` and `enqueue_chat` is returned once, in the order of enqueuing. If
+        the wait ends with an exception, the requests are aborted.
 
         Args:
             output_type: ignored, since all outputs are RequestOutput.
             use_tqdm: whether to show a progress bar.
 
         Raises:
-            EngineDead: the engine ended first.
+            EngineDead: the engine ended before the requests.
         """
         with self._lock:
             batches, self._queued = self._queued, []
@@ -238,9 +272,9 @@ class LLM(EngineOwner):
             raise
 
     def abort(self, request_id: str | Listing[str]) -> None:
-        """Abort enqueued requests: their outputs have finish_reason "abort".
+        """Abort enqueued requests by the ids that `enqueue` returned.
 
-        Unknown ids are ignored.
+        Their outputs have finish_reason "abort" and the text so far. Unknown ids are ignored.
         """
         for name in [request_id] if isinstance(request_id, str) else request_id:
             self._thread.abort(name)
@@ -254,11 +288,10 @@ class LLM(EngineOwner):
         concurrency_limit: int | None = None,
         priority: int | Listing[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Find the most likely continuations of every prompt by beam search.
+        """Search the most likely continuations of prompts, and return one output per prompt.
 
         Args:
-            prompts: see `generate`.
-            params: the parameters of all searches.
+            prompts: one prompt or a list of prompts, see `generate`.
             use_tqdm: ignored.
             concurrency_limit: the most prompts that are searched at once, or None for all.
             priority: the priority of all prompts, or a list with one per prompt.
@@ -283,27 +316,33 @@ class LLM(EngineOwner):
         return [search.output(engine.tokenizer) for search in searches]
 
     def stats(self) -> EngineStats:
-        """Return the engine's statistics between two steps."""
+        """Return a consistent snapshot of the engine's statistics, taken between two steps."""
         return self._thread.call(self._thread.engine.stats)
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics with vLLM's names, between two steps."""
+        """Return the engine's counters, gauges and histograms as a list of Metric.
+
+        The names are vLLM's. The engine's thread reads the values between two steps.
+        """
         return self._metrics()
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Clear the prefix cache, and return True. Running requests keep their pages and tokens.
+        """Clear the prefix cache, so that later requests reuse no earlier page, and return True.
+
+        Running requests keep their pages and tokens.
 
         Args:
-            reset_running_requests: whether to compute running requests again, from their prompts.
+            reset_running_requests: whether to preempt running requests and compute their pages
+                again.
             reset_connector: ignored.
         """
         engine = self._thread.engine
         return self._thread.call(lambda: engine.reset_prefix_cache(reset_running_requests))
 
     def check(self) -> None:
-        """Check the invariants of all pages, slots and counters.
+        """Check the invariants of the scheduler between two steps: all pages, slots and counters.
 
         Raises:
             AssertionError: an invariant is broken. The message names it.
@@ -323,7 +362,13 @@ class LLM(EngineOwner):
 
 
 def report_start(model: object) -> OnProgress:
-    """Return a callback that writes one line to standard error when the model's files are read."""
+    """Return an `OnProgress` callback that announces the start of a model on standard error.
+
+    The first call prints one line with the name of the model. Later calls print nothing.
+
+    Args:
+        model: the model as the caller named it, None for the bundled model.
+    """
     name = "the bundled model" if model is None else model
     stages: set[str] = set()
 

@@ -13,10 +13,12 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class ValueCounts:
-    """Counts of values by upper bound, ten times as fast as the histogram of a library.
+    """A histogram: the number of added values in each bucket, and their sum.
+
+    It takes a tenth of the time of a metrics library.
 
     Args:
-        bounds: ascending upper bounds. Another bucket counts the values above the last bound.
+        bounds: ascending upper bounds of the buckets. A last bucket counts the values above them.
     """
 
     def __init__(self, bounds: Iterable[float]) -> None:
@@ -29,10 +31,12 @@ class ValueCounts:
         self.sum += value * times
 
     def cumulative(self, bounds: Iterable[float] | None = None) -> list[tuple[str, float]]:
-        """Return buckets as in Prometheus: (upper bound, number of values up to the bound).
+        """Return the buckets of the histogram as in Prometheus: (upper bound, number) pairs.
+
+        The number counts all values up to the bound. The bound is text, and the last one is "+Inf".
 
         Args:
-            bounds: the bounds to return, by default all.
+            bounds: the bounds to return, besides "+Inf". None for all.
         """
         selected = None if bounds is None else frozenset(map(float, bounds))
         total, buckets = 0, []
@@ -46,7 +50,7 @@ class ValueCounts:
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """The times of a finished sequence, in seconds of `time.monotonic`."""
+    """Times of a finished sequence in seconds of `time.monotonic`, and number of preemptions."""
 
     arrived: float  # the time of arrival
     started: float  # the time at which it first got a slot
@@ -56,31 +60,31 @@ class SequenceTimes:
 
     @property
     def queue(self) -> float:
-        """Seconds from arrival to the first slot."""
+        """Seconds that the sequence waited from its arrival to its first slot."""
         return self.started - self.arrived
 
     @property
     def prefill(self) -> float:
-        """Seconds from the first slot to the first token, including preemptions."""
+        """Seconds from the sequence's first slot to its first token, including preemptions."""
         return self.first_token - self.started
 
     @property
     def decode(self) -> float:
-        """Seconds from the first token to the last."""
+        """Seconds from the sequence's first token to its last token."""
         return self.last_token - self.first_token
 
     @property
     def inference(self) -> float:
-        """Seconds from the first slot to the last token."""
+        """Seconds from the sequence's first slot to its last token."""
         return self.last_token - self.started
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Use of a kind of memory that belongs to layers (see `MemoryKind`).
+    """Total and used units of one kind of memory that holds the state of layers (see `MemoryKind`).
 
     Attributes:
-        name: name of the kind.
+        name: name of the kind, such as "KV cache".
         unit: "page" or "slot".
         count: units in total, without the null page or the null slot.
         in_use: units that sequences hold now.
@@ -94,7 +98,10 @@ class MemoryUse:
 
 @dataclass
 class EngineStats:
-    """A snapshot of an engine's statistics. Counters start with the engine."""
+    """A snapshot of an engine's statistics: current use of slots and pages, and counters.
+
+    The counters begin at 0 when the engine starts.
+    """
 
     num_running: int  # sequences that run now
     num_waiting: int  # sequences that wait now
@@ -142,7 +149,10 @@ EXPERT_ROWS = (
 
 
 def memory_shares(stats: EngineStats) -> dict[str, tuple[str, float]]:
-    """Return a gauge for each kind of memory of layers: its description, and its share in use."""
+    """Return a gauge of the used share, 0 to 1, for each kind of memory that belongs to layers.
+
+    The result maps the name of a gauge, such as "kv_cache_usage_perc", to (description, share).
+    """
     return {
         f"{_word(use)}_usage_perc": (
             f"Share of the {use.unit}s of {use.name} that sequences hold, 0 to 1.",
@@ -153,7 +163,10 @@ def memory_shares(stats: EngineStats) -> dict[str, tuple[str, float]]:
 
 
 def memory_units(stats: EngineStats) -> dict[str, tuple[str, float]]:
-    """Return a gauge for each kind of memory of layers: its description, and its units in use."""
+    """Return a gauge of the used pages or slots for each kind of memory that belongs to layers.
+
+    The result maps the name of a gauge, such as "num_pages_in_use", to (description, number).
+    """
     gauges: dict[str, tuple[str, float]] = {}
     for use in stats.memory:
         units = f"{use.unit}s" if use.name == PAGES else f"{_word(use)}_{use.unit}s"
@@ -168,7 +181,7 @@ def _word(use: MemoryUse) -> str:
 
 @dataclass
 class Metric:
-    """A metric with vLLM's prefix in its name, and labels."""
+    """Base class of an engine's metrics: a name with prefix "vllm:" or "jaxserve:", and labels."""
 
     name: str
     labels: dict[str, str]
@@ -176,21 +189,21 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """A counter since the engine's start."""
+    """A metric that only grows, counted from the engine's start."""
 
     value: int
 
 
 @dataclass
 class Gauge(Metric):
-    """A number that can rise and fall."""
+    """A metric whose value can rise and fall, such as the number of running sequences."""
 
     value: float
 
 
 @dataclass
 class Histogram(Metric):
-    """Cumulative counts of values by upper bound, including "+Inf"."""
+    """A metric with the number and sum of values, and cumulative counts by upper bound."""
 
     count: int
     sum: float
@@ -198,7 +211,7 @@ class Histogram(Metric):
 
 
 def metric_values(stats: EngineStats, step_tokens: ValueCounts, model_name: str) -> list[Metric]:
-    """Return the metrics of an engine."""
+    """Return an engine's gauges, counters and histogram of tokens per step as a list of Metric."""
     labels = {"model_name": model_name, "engine": "0"}
     buckets = {bound: int(count) for bound, count in step_tokens.cumulative()}
     metrics: list[Metric] = [

@@ -22,7 +22,7 @@ Prompt = str | Listing[int] | Mapping[str, Any]
 
 
 class PromptParts(NamedTuple):
-    """The parts of a caller's prompt."""
+    """The parts of a caller's prompt: its text or None, text or token ids, and cache salt."""
 
     text: str | None  # the text of the prompt, or None
     body: Any  # the text or the token ids to serve
@@ -31,11 +31,13 @@ class PromptParts(NamedTuple):
 
 
 def prompt_parts(prompt: Any) -> PromptParts:
-    """Split a prompt into its parts.
+    """Split a prompt of `LLM` or `AsyncLLM` into its text, its content and its cache salt.
+
+    The text is None if the caller passed only token ids. The salt is None unless a dict has one.
 
     Args:
         prompt: text, token ids, or one of vLLM's dicts {"prompt": text} and {"prompt_token_ids":
-            ids}, which can have a "cache_salt".
+            ids}, which can have a "cache_salt". Token ids take precedence over text.
 
     Raises:
         InvalidRequest: a dict has neither of the two keys, or an unsupported one.
@@ -56,7 +58,7 @@ def prompt_parts(prompt: Any) -> PromptParts:
 
 
 def chat_tokenizer(tokenizer: Tokenizer, template: Any, options: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer with a call's chat template and content format.
+    """Return a tokenizer that uses the chat template and content format of one call of `LLM.chat`.
 
     Args:
         template: a template, a file, or the name of a shipped template. None for the model's.
@@ -78,11 +80,13 @@ def chat_tokenizer(tokenizer: Tokenizer, template: Any, options: Mapping[str, An
 
 
 def template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any) -> dict[str, Any]:
-    """Return the inputs of the chat template.
+    """Validate the chat template's inputs of one call of `LLM.chat`, and return them by name.
 
     Args:
-        options: inputs passed as arguments. The template must read them, except common inputs.
-        free: inputs passed as `chat_template_kwargs`, which the template can ignore.
+        options: inputs passed as keyword arguments. The template must read them, except common
+            inputs such as tools.
+        free: inputs passed as `chat_template_kwargs`, which the template can ignore. They take
+            precedence. None for no inputs.
 
     Raises:
         InvalidRequest: the template does not read an option, or an input is not allowed.
@@ -109,7 +113,9 @@ def template_inputs(tokenizer: Tokenizer, options: Mapping[str, Any], free: Any)
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """Return a list of prompts, from one prompt or a list.
+    """Return a list of prompts, given one prompt or a list of prompts.
+
+    A list of integers is one prompt of token ids.
 
     Raises:
         InvalidRequest: the list is empty, or the value is not a prompt.
@@ -129,10 +135,15 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def one_each(value: Any, count: int, name: str) -> list[Any]:
-    """Return a list with one value per prompt.
+    """Return a list with one value for each of `count` prompts.
+
+    A list or tuple is copied, and any other value is repeated.
+
+    Args:
+        name: name of the argument in the error message.
 
     Raises:
-        InvalidRequest: the list has another length.
+        InvalidRequest: the list has another length than `count`.
     """
     if not isinstance(value, list | tuple):
         return [value] * count
@@ -144,10 +155,10 @@ def one_each(value: Any, count: int, name: str) -> list[Any]:
 def truncated(
     prompt: list[int], keep: int | None, max_model_len: int, side: str | None = None
 ) -> list[int]:
-    """Return the last (or first) `keep` tokens of a prompt.
+    """Return the last `keep` token ids of a prompt, or the first ones if `side` is "right".
 
     Args:
-        keep: the number of tokens, None for all, or -1 for max_model_len - 1.
+        keep: number of token ids to keep, None for all, or -1 for max_model_len - 1.
         side: the side that is cut off: "left" (default) or "right".
 
     Raises:
@@ -169,7 +180,10 @@ def truncated(
 
 
 def encoded(prompt: Any, tokenizer: Tokenizer | None, add_special_tokens: bool = True) -> Any:
-    """Tokenize a text prompt. Any other prompt is returned unchanged.
+    """Return the token ids of a text prompt. Any other prompt is returned unchanged.
+
+    Args:
+        add_special_tokens: whether the tokenizer adds tokens such as beginning-of-sequence.
 
     Raises:
         InvalidRequest: the prompt is text and the engine has no tokenizer.
@@ -184,11 +198,12 @@ def encoded(prompt: Any, tokenizer: Tokenizer | None, add_special_tokens: bool =
 def tokenized(
     prompt: Any, options: Mapping[str, Any] | None, tokenizer: Tokenizer | None, longest: int
 ) -> Any:
-    """Tokenize and truncate a prompt by vLLM's `tokenization_kwargs`.
+    """Return a prompt's token ids, tokenized and truncated by vLLM's `tokenization_kwargs`.
 
     Args:
-        prompt: text or token ids. It is returned unchanged without options.
-        options: add_special_tokens, truncate_prompt_tokens and truncation_side.
+        prompt: text or token ids. It is returned unchanged if there are no options.
+        options: add_special_tokens, truncate_prompt_tokens and truncation_side, or None.
+        longest: the engine's context length.
 
     Raises:
         InvalidRequest: an option is unknown or out of range. The message names it.
@@ -210,10 +225,14 @@ def tokenized(
 
 
 def check_token_ids(token_ids: Any, vocab_size: int) -> np.ndarray:
-    """Return a prompt of token ids as int32[n], after checking that all are in [0, vocab_size).
+    """Validate a prompt of token ids, and return it as int32[n].
+
+    Args:
+        token_ids: a list or array of one or more integers in [0, vocab_size).
 
     Raises:
-        InvalidRequest: the prompt is invalid. The message names the first bad position.
+        InvalidRequest: the prompt has another form, or an id outside this range, whose first
+            position is in the message.
     """
     if not is_listing(token_ids):
         kind = type(token_ids).__name__

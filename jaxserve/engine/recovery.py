@@ -20,19 +20,20 @@ MOST_LOST = 32
 
 
 class Recovery:
-    """The record of failed steps, each of which loses the cache of all sequences.
+    """The record of failed steps, which selects the sequences that run until the cause is found.
 
-    A sequence that has sampled a token is trusted. The other rows of a failed step are suspects.
-    Before any other sequence is computed again, each suspect runs alone, until it samples a token
-    and becomes trusted, or fails again and ends with an error. A failed step of trusted rows is
-    computed again. If it fails again, all its rows are suspects.
+    A failed step loses the KV cache of all sequences. A sequence that has sampled a token is
+    trusted. The other rows of a failed step are suspects. Before any other sequence is computed
+    again, each suspect runs alone, until it samples a token and becomes trusted, or fails again and
+    ends with an error. A failed step of trusted rows is computed again. If it fails again, all its
+    rows are suspects.
 
-    New sequences wait until there are no suspects, and until the trusted sequences have run as
-    many steps as they have lost: failed steps, steps of suspects, and steps until each has sampled
-    its next token. If they have lost `MOST_LOST` steps, suspects wait too.
+    New sequences wait until there are no suspects, and until the trusted sequences have run as many
+    steps as they have lost: failed steps, steps of suspects, and steps until each has sampled its
+    next token. If they have lost `MOST_LOST` steps, suspects wait too.
 
-    Failing requests therefore take at most about half of the steps, independent of their number
-    and time of arrival: a new request can fail a step only after the previous failure has been
+    Failing requests therefore take at most about half of the steps, independent of their number and
+    time of arrival: a new request can fail a step only after the previous failure has been
     compensated. A request that fails before its first token fails at most three steps, the last one
     or two alone, where only its own work is lost. A request that fails later fails five steps.
     """
@@ -51,7 +52,12 @@ class Recovery:
         self._has_cleared = False
 
     def limit_running(self) -> None:
-        """Set the sequences of the next step: preempt all and limit the scheduler if necessary."""
+        """Prepare the scheduler for the next step after failures: set which sequences may run.
+
+        Either one suspect runs alone, or the trusted sequences run. The method limits the
+        scheduler's number of running sequences, and preempts all sequences if the choice has
+        changed. Without suspects and losses it lifts the limit.
+        """
         if not self._is_active:
             return
         if not self._trusted and not self._behind:
@@ -79,7 +85,11 @@ class Recovery:
         return 2 if self.is_testing and sequence in self._suspects else 0
 
     def has_read(self, plan: LaunchPlan) -> None:
-        """Record a successful step, before it is committed."""
+        """Record that the step of a plan has succeeded, before the step is committed.
+
+        Sequences that have sampled a token in the step become trusted, and their failures are
+        forgotten.
+        """
         if not self._is_active:
             return
         if self._behind:
@@ -95,7 +105,11 @@ class Recovery:
             sequence.num_failures = 0
 
     def has_failed(self, plans: list[LaunchPlan]) -> list[Sequence]:
-        """Record a failure, preempt all sequences, and return those that must end with an error."""
+        """Record that launches failed, preempt all sequences, return those to end with an error.
+
+        A sequence is returned if it ran alone and has failed `MAX_FAILURES` times. The list is
+        usually empty.
+        """
         rows = {sequence for plan in plans for sequence in _sequences(self._slots, plan)}
         running = self._scheduler.running_sequences()
         drawn = {s for s in running if self._slots.num_known[s.slot] > s.num_prompt}
@@ -116,7 +130,7 @@ class Recovery:
         return guilty
 
     def forget(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended or was paused."""
+        """Remove a sequence that has ended or was paused from the record of failures."""
         for sequences in (self._suspects, self._trusted, self._behind):
             sequences.discard(sequence)
 

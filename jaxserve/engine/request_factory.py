@@ -32,7 +32,7 @@ Encode = Callable[[str], list[int]]
 
 
 class RequestFactory:
-    """The validator and factory of all requests. It is thread-safe.
+    """The thread-safe factory of an engine's requests, which validates the caller's arguments.
 
     Args:
         tokenizer: encodes prompts and bad_words. None if all prompts are token ids.
@@ -63,7 +63,9 @@ class RequestFactory:
         cache_salt: str | None = None,
         thinking: ThinkingMarks | None = None,
     ) -> Request:
-        """Validate the arguments of a request, fill in defaults, and return the request.
+        """Validate the arguments of a request, fill in defaults, and return the Request.
+
+        The request is not started. Its answer is limited to the rest of the context.
 
         Args:
             prompt: text or token ids.
@@ -73,7 +75,8 @@ class RequestFactory:
                 seed, the seed follows from this number and the engine's seed.
             priority: lower values are served earlier under the priority policy.
             cache_salt: cached pages are shared only between requests with equal salts.
-            thinking: the markers of the answer's thoughts. structured_outputs apply after them.
+            thinking: the markers of the answer's thoughts, after which structured_outputs apply.
+                None for a model without thoughts.
 
         Raises:
             InvalidRequest: an argument is invalid. The message names the field and the allowed
@@ -146,10 +149,12 @@ def _answer_length(prompt_length: int, sampling: SamplingParams, limits: Limits)
 
 
 def check_logprobs(sampling: SamplingParams, limits: Limits) -> None:
-    """Check that a request's log-probabilities are within the engine's limits.
+    """Check that the log-probabilities that a request asks for are within the engine's limits.
 
     Raises:
-        InvalidRequest: a limit is exceeded. The message names the field.
+        InvalidRequest: logprobs or prompt_logprobs exceeds max_logprobs, or logprob_token_ids has
+            an unknown token or needs logits that the engine does not keep. The message names the
+            field.
     """
     most = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
     for name in ("logprobs", "prompt_logprobs"):
@@ -193,13 +198,16 @@ def _seed(sampling: SamplingParams, limits: Limits, number: int) -> int:
 def bad_words_token_ids(
     words: Listing[str], encode: Encode | None, vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of bad words, at the beginning of a text and after a space.
+    """Return the token sequences to exclude for `bad_words`, without repetitions.
+
+    Each word has one or two sequences: its tokens at the beginning of a text and after a space.
 
     Args:
         encode: tokenizes a word, or None without a tokenizer.
 
     Raises:
-        InvalidRequest: there is no tokenizer, or there are too many or too long sequences.
+        InvalidRequest: there is no tokenizer, a token is not in the vocabulary, or there are too
+            many or too long sequences.
     """
     name = "bad_words"
     if not words:
@@ -242,7 +250,10 @@ def _check_tokens_are_left(
     stop_token_ids: tuple[int, ...],
     vocab_size: int,
 ) -> None:
-    """Check that token ids are in the vocabulary, and that a first token is left."""
+    """Raise InvalidRequest if a request's settings exclude every token at the first position.
+
+    The tokens of logit_bias and allowed_token_ids must also be in the vocabulary.
+    """
     for token in sampling.logit_bias or ():
         exact_int(token, "logit_bias: a token id", 0, vocab_size - 1, "logit_bias")
     allowed = sampling.allowed_token_ids

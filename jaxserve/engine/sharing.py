@@ -18,10 +18,13 @@ _log = logging.getLogger(__name__)
 
 
 def salt_secret(config: EngineConfig) -> bytes:
-    """Return the secret of a server's cache salts: derived from the fleet's, or random.
+    """Return 32 secret bytes from which a server derives the cache salts of its clients.
+
+    They are derived from the file of `prefix_caching_secret`, so that all servers of a fleet agree.
+    Without this setting they are random.
 
     Raises:
-        InvalidRequest: see `read_secret`.
+        InvalidRequest: the file cannot be used (see `read_secret`).
     """
     secret = read_secret(config.prefix_caching_secret)
     if secret is None:
@@ -30,10 +33,15 @@ def salt_secret(config: EngineConfig) -> bytes:
 
 
 def open_events(config: EngineConfig, window: int | None = None) -> Any:
-    """Return an `event_publisher.EventPublisher`, or None if no events are published.
+    """Create the publisher of an engine's KV events, or return None if the settings publish none.
+
+    The result is an `event_publisher.EventPublisher` with opened sockets.
+
+    Args:
+        window: the attention window if all layers have the same, otherwise None.
 
     Raises:
-        InvalidRequest: pyzmq is not installed, or an endpoint cannot be opened.
+        InvalidRequest: pyzmq or msgspec is not installed, or an endpoint cannot be opened.
     """
     events = events_config(config.kv_events_config)
     if events is None or not events.publishes:
@@ -52,11 +60,12 @@ def open_events(config: EngineConfig, window: int | None = None) -> Any:
 
 
 def check_sharing(config: EngineConfig) -> None:
-    """Check secrets and event endpoints, before the model is loaded.
+    """Check the files of shared secrets and the endpoints of KV events, before the model is loaded.
 
+    The endpoints are opened and closed again.
 
     Raises:
-        InvalidRequest: see `read_secret` and `open_events`.
+        InvalidRequest: a file cannot be used, or an endpoint cannot be opened.
     """
     read_secret(config.prefix_caching_secret)
     read_secret(config.nodes_secret, "nodes_secret")

@@ -17,14 +17,14 @@ MAX_JOINED = 64
 
 
 class Stream:
-    """The deltas of a group of requests, in the order of their tokens.
+    """An asyncio stream of the deltas (new tokens and text) of a group of requests.
 
-    The requests of a slow reader are paused: they free their slots and pages, and continue when
-    the reader has taken all deltas. The constructor starts the requests.
+    The constructor starts the requests. If too many tokens are unread, the requests are paused:
+    they free their slots and pages, and continue when the reader has taken all deltas.
 
     Args:
-        delivery: transfers the deltas to this event loop.
-        max_unread: the most unread tokens before the requests are paused, or None for no limit.
+        delivery: transfers the deltas to the event loop of the reader.
+        max_unread: number of unread tokens above which the requests are paused. None for no limit.
     """
 
     def __init__(
@@ -54,14 +54,16 @@ class Stream:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every completion has ended. The last deltas may still be unread."""
+        """Whether all completions of the stream have ended. Deltas may still be unread."""
         return not self._unfinished
 
     async def take(self) -> list[Delta]:
-        """Wait for a delta, and return all deltas since the last call.
+        """Wait for a delta, and return a list of all deltas since the previous call.
+
+        Deltas are in the order of their tokens. Paused requests continue after the call.
 
         Raises:
-            Exception: the error that was passed to `fail`, which ends the stream.
+            Exception: the error that was passed to `fail`.
         """
         while not self._deltas and self._failure is None:
             self._arrived.clear()
@@ -77,9 +79,10 @@ class Stream:
         return deltas
 
     def put(self, delta: Delta) -> None:
-        """Add a delta, and pause the requests if too many tokens are unread.
+        """Add a delta to the stream, and pause the requests if too many tokens are unread.
 
-        It must be called on the event loop.
+        A small delta is merged into the last unread one. The method must be called on the event
+        loop of the reader.
         """
         unread = self._deltas
         if not (unread and _extends(unread[-1], delta)):
@@ -99,20 +102,21 @@ class Stream:
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error of the consumer, such as a deadline."""
+        """End the stream with an error of its consumer, which `take` then raises."""
         self._failure = error
         self._arrived.set()
 
     def close(self) -> None:
-        """Abort all requests that have not ended. Idempotent."""
+        """Abort all requests of the stream that have not ended. Idempotent."""
         for request_id in self._unfinished:
             self._thread.abort(request_id)
         self._unfinished = {}
 
 
 def _extends(last: Delta, delta: Delta) -> bool:
-    """Merge a delta into the previous one, and return whether that was possible without loss.
+    """Append `delta` to the delta `last` of a stream, and return whether this loses no information.
 
+    Only deltas of the same completion without finish_reason and log-probabilities are merged.
     Readers do less work for one delta than for two.
     """
     if (
@@ -133,16 +137,17 @@ def _extends(last: Delta, delta: Delta) -> bool:
 
 
 def _ignore(is_paused: bool) -> None:
-    """Ignore a pause (the default of `on_pause`)."""
+    """Ignore a pause of a stream's requests (the default of `Stream.on_pause`)."""
 
 
 class LoopDelivery:
-    """The transfer of deltas from the engine's thread to an event loop, in rounds.
+    """The transfer of deltas from the engine's thread to the streams of an event loop, in rounds.
 
-    The engine and its readers share one interpreter, so the time that readers spend is lost to the
-    engine. Rounds are spaced so that they and the immediate work of readers take at most `SHARE` of
-    the time. A few readers get each token at once. Many readers get several tokens at a time, at
-    most `LONGEST_WAIT` seconds late.
+    A round delivers all deltas that have been queued since the previous round. The engine and its
+    readers share one interpreter, so the time that readers spend is lost to the engine. Rounds are
+    spaced so that they and the immediate work of readers take at most `SHARE` of the time. A few
+    readers get each token at once. Many readers get several tokens at a time, at most
+    `LONGEST_WAIT` seconds late.
     """
 
     SHARE = 0.03
@@ -157,7 +162,7 @@ class LoopDelivery:
         self._cpu_seconds = 0.0
 
     def put(self, stream: Stream, delta: Delta) -> None:
-        """Queue a delta for a stream. Thread-safe."""
+        """Queue a delta for a stream, which gets it in the next round. Thread-safe."""
         self._deltas.append((stream, delta))
         with self._lock:
             if not self._is_called:
@@ -177,7 +182,10 @@ class LoopDelivery:
         self.loop.call_soon(self._rest)
 
     def _rest(self) -> None:
-        """Set the time of the next round, after all readers that this round has woken."""
+        """Set the earliest time of the next round from the CPU time that this round has taken.
+
+        The event loop calls the method after all readers that the round has woken.
+        """
         spent = time.thread_time() - self._cpu_seconds
         rest = min(spent * (1.0 / self.SHARE - 1.0), self.LONGEST_WAIT)
         self._next_round = self.loop.time() + rest

@@ -33,7 +33,7 @@ _REST_SECONDS = 10.0
 
 
 class EngineThread:
-    """The owner of an Engine and of its thread. Any thread can call the methods.
+    """The owner of an Engine and of its thread, which runs the serving loop. Thread-safe.
 
     It closes at the latest at the interpreter's exit, before JAX: a thread that runs C++ code at
     that time would end the process with SIGABRT.
@@ -58,11 +58,11 @@ class EngineThread:
         atexit.register(self.close)
 
     def check_open(self) -> None:
-        """Check that the engine accepts requests.
+        """Raise an error unless the engine accepts requests.
 
         Raises:
             EngineClosed: the engine was closed, or belongs to another process.
-            EngineDead: the engine ended with an error.
+            EngineDead: the engine ended with an error, or another of its hosts is lost.
         """
         if os.getpid() != self._process:
             raise EngineClosed(
@@ -76,7 +76,10 @@ class EngineThread:
             raise EngineClosed("the engine is closed")
 
     def add(self, request: Request, sink: Sink) -> None:
-        """Start a request. Every completion gets exactly one Delta with a finish_reason.
+        """Start a request on the engine's thread, without waiting.
+
+        Every completion gets exactly one Delta with a finish_reason, even if the engine refuses the
+        request.
 
         Args:
             sink: called with each Delta on the engine's thread, so it must return quickly.
@@ -95,19 +98,19 @@ class EngineThread:
         self._post(deliver)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request. Unknown ids and closed engines are ignored."""
+        """Abort a request, without waiting. Unknown request ids and ended engines are ignored."""
         self._for_each(self.engine.abort, [request_id])
 
     def abort_waiting(self, request_id: str, error: str) -> None:
-        """Abort a request with an error if it has never had a slot."""
+        """Abort a request with an error message, without waiting, if it has never had a slot."""
         self._for_each(partial(self.engine.abort, error=error, waiting_only=True), [request_id])
 
     def pause(self, request_ids: Iterable[str]) -> None:
-        """Free the slots and pages of requests until `resume`. Ended requests are ignored."""
+        """Free the slots and pages of requests until `resume`, without waiting. Tokens are kept."""
         self._for_each(self.engine.pause, list(request_ids))
 
     def resume(self, request_ids: Iterable[str]) -> None:
-        """Queue paused requests again, with their tokens so far."""
+        """Queue paused requests again with their tokens so far, without waiting."""
         self._for_each(self.engine.resume, list(request_ids))
 
     def _for_each(self, function: Callable[[str], Any], request_ids: list[str]) -> None:
@@ -120,25 +123,25 @@ class EngineThread:
                 self._post(run)
 
     def is_alive(self) -> bool:
-        """Return whether the engine's thread is alive, so that requests in progress advance."""
+        """Return whether the engine serves requests: not after its end, a close or a fork."""
         is_open = os.getpid() == self._process and not self._closing
         return self._thread.is_alive() and is_open and self.engine.loss is None
 
     def has_ended(self) -> bool:
-        """Return whether the thread has ended, after which all requests have their last delta."""
+        """Return whether the engine's thread has ended, after which all deltas have been sent."""
         return not self._thread.is_alive() or os.getpid() != self._process
 
     def standstill(self) -> float:
-        """Return the seconds since a step was last submitted or read, or 0 while idle."""
+        """Return the seconds since the engine last completed a step, or 0 while it is idle."""
         if self._idle and not self._inbox:
             return 0.0
         return time.monotonic() - self._moved_at
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function on the engine's thread between steps, and return its result.
+        """Call `function()` on the engine's thread between two steps, and return its result.
 
         Raises:
-            EngineClosed, EngineDead: the engine has ended, or ends first.
+            EngineClosed, EngineDead: the engine has ended, or ends before the call.
             Exception: an exception of the function.
         """
         done = threading.Event()
@@ -189,9 +192,10 @@ class EngineThread:
             self.engine.close(None if self._dead is None else f"the engine ended: {self._dead}")
 
     def _take_messages(self) -> bool:
-        """Wait for messages or work, and handle the messages. Return False if the thread closes.
+        """Wait for posted messages (functions) or work, call the messages, and return True.
 
-        The method also returns after the idle time, without a message.
+        Return False without calling them if the thread is to close. Return True without messages
+        after `_REST_SECONDS` of idle time.
         """
         with self._wake:
             while not (self._inbox or self._closing or self.engine.has_work):
@@ -218,7 +222,7 @@ class EngineThread:
                 _log.exception("a message to the engine failed")
 
     def close(self) -> None:
-        """Abort all requests, stop the thread and free the device. Idempotent."""
+        """Abort all requests, end and join the engine's thread, free the device. Idempotent."""
         if os.getpid() != self._process:
             return
         with self._wake:
@@ -236,7 +240,7 @@ def _failed(request: Request, index: int, error: Exception) -> Delta:
 
 
 class EngineOwner:
-    """What `LLM` and `AsyncLLM` share: an engine on a thread of its own."""
+    """Base class of `LLM` and `AsyncLLM`: the owner of an engine on a thread of its own."""
 
     def __init__(self, config: EngineConfig | Loaded, on_progress: OnProgress | None) -> None:
         self._thread = EngineThread(config, on_progress)
@@ -251,7 +255,11 @@ class EngineOwner:
         cache_salt: str | None,
         tokenization: Mapping[str, Any] | None,
     ) -> tuple[Request, str | None]:
-        """Return the request of a prompt, and the text of the prompt or None for token ids."""
+        """Validate a prompt and its settings, and return the Request and the text of the prompt.
+
+        The text is None for token ids. The salt of a prompt dict takes precedence over
+        `cache_salt`.
+        """
         engine = self._thread.engine
         text, body, salt = prompts.prompt_parts(prompt)
         salt = cache_salt if salt is None else salt
@@ -266,24 +274,24 @@ class EngineOwner:
 
     @property
     def recommends_sampling(self) -> bool:
-        """Whether the checkpoint recommends sampling parameters."""
+        """Whether the checkpoint's generation_config.json has sampling settings."""
         return self._thread.engine.loaded.recommends_sampling
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of requests without any, from the checkpoint."""
+        """Return the checkpoint's default SamplingParams, for requests that pass none."""
         return self._thread.engine.loaded.default_sampling
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer, or None with skip_tokenizer_init."""
+        """Return the engine's tokenizer, or None if the setting skip_tokenizer_init is on."""
         return self._thread.engine.tokenizer
 
     def __reduce__(self) -> NoReturn:
-        """Raise TypeError: an engine cannot be pickled."""
+        """Raise TypeError, because an engine cannot be pickled or copied."""
         raise TypeError(
             f"{type(self).__name__} cannot be pickled or copied: it holds a device's memory and a "
             "thread. Make one in the process that uses it, from the same arguments"
         )
 
     def close(self) -> None:
-        """Abort all requests and free the device. Idempotent."""
+        """Abort all requests, end the engine's thread, and free the device. Idempotent."""
         self._thread.close()

@@ -26,10 +26,11 @@ AnyArray = TypeVar("AnyArray", np.ndarray, jax.Array)
 
 @dataclass(frozen=True)
 class StepBatch(Generic[AnyArray]):
-    """The inputs of one step.
+    """The inputs of one step of model and sampler, as arrays with the padded shapes of a bucket.
 
-    Rows and tokens beyond the plan are padding. Their slot is the null slot, their kv_len is 0,
-    and they write no cell of the cache.
+    A row is the part of one sequence in the step. T is the number of tokens, R of rows, C of new
+    pages. Rows and tokens beyond the plan are padding: their slot is the null slot, their kv_len is
+    0, and they write no cell of the KV cache.
     """
 
     # NO_TOKEN for a token that only the device knows.
@@ -76,13 +77,13 @@ _ROWS = (
 
 
 def row_fields(batch: StepBatch[AnyArray]) -> dict[str, AnyArray]:
-    """Return the arrays of R rows that a sampler reads, by name."""
+    """Return the fields of a StepBatch that a sampler reads, by name: arrays of R rows each."""
     return {name: getattr(batch, name) for name in _ROWS}
 
 
 @dataclass(slots=True)
 class _Parts(Generic[AnyArray]):
-    """The parts of a packed batch, in order."""
+    """Views of the sections of a packed batch, int32[N] (see `pack`), in the order of the array."""
 
     tokens: Int32[AnyArray, "4 T"]  # the first four arrays of `StepBatch`
     rows: Int32[AnyArray, "4 R"]  # the next four
@@ -159,12 +160,20 @@ def unpack(
 
 
 def rows_of(words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int) -> Int32[AnyArray, " n"]:
-    """Return a packed batch without its tokens and pages, which `unpack` reads with T = 0."""
+    """Return the part of a packed batch that describes rows, without its tokens and new pages.
+
+    `unpack` reads the result with num_tokens 0.
+
+    Args:
+        words: the result of `pack`.
+        num_tokens: T, the padded number of tokens of the bucket.
+        num_rows: R, the padded number of rows of the bucket.
+    """
     return words[4 * num_tokens : 4 * num_tokens + rows_size(num_rows)]
 
 
 def rows_size(num_rows: int) -> int:
-    """Return the length of the result of `rows_of`."""
+    """Return the length, in 32-bit words, of the result of `rows_of` for `num_rows` rows."""
     return num_rows * (5 + WIDTH) + 2
 
 
@@ -174,14 +183,17 @@ def pack(
     bucket: Bucket,
     new_pages: Int[np.ndarray, " n"] | None = None,
 ) -> Int32[np.ndarray, " N"]:
-    """Pack a ragged plan into one new array with a bucket's shapes.
+    """Return all inputs of a launch as one new array int32[N], padded to the shapes of a bucket.
 
-    A call with one argument costs the host a tenth of a call with twenty. The array must be new:
-    XLA on CPU may read a NumPy argument in place long after the call.
+    `unpack` is the inverse. A call with one argument costs the host a tenth of a call with twenty.
+    The array must be new: XLA on CPU may read a NumPy argument in place long after the call.
 
     Args:
-        slots: the slot table, with tokens and settings.
-        new_pages: positions of new pages in the flat page table, at most `room_for_pages`.
+        plan: the slots of the launch, and the range of tokens that each computes.
+        slots: the slot table, with tokens, pages and settings.
+        bucket: the padded shapes, which must fit the plan.
+        new_pages: positions in the flat page table of pages that the device does not have yet, at
+            most `room_for_pages`. None for no pages.
     """
     num_rows, num_tokens = len(plan), plan.total_tokens
     words = np.empty(_size(bucket, slots), np.int32)
@@ -266,7 +278,15 @@ def _prompt_targets(
 def slot_mapping(
     batch: StepBatch[Array], page_table: Int32[Array, "R M"], page_size: int
 ) -> Int32[Array, " T"]:
-    """Return the cache cell of each token's K and V, or -1 for padding."""
+    """Return int32[T]: the cell of the KV cache for each token's K and V, or -1 for padding.
+
+    A cell is page * page_size + offset within the page.
+
+    Args:
+        batch: the inputs of the step.
+        page_table: for each row the pages of its sequence, in the order of the tokens.
+        page_size: number of tokens per page.
+    """
     column = batch.positions // page_size
     page = page_table.at[batch.row_of_token, column].get(mode="clip")
     cell = page * page_size + batch.positions % page_size
@@ -300,7 +320,12 @@ def state_rows(batch: StepBatch[jax.Array], null_slot: int) -> StateRows:
 def known_tokens(
     batch: StepBatch[Array], last_token: Int32[Array, " slots_plus_1"]
 ) -> Int32[Array, " T"]:
-    """Return the step's tokens, with sampled tokens that only the device knows filled in."""
+    """Return int32[T], the step's token ids, in which sampled tokens replace all NO_TOKEN entries.
+
+    Args:
+        batch: the inputs of the step. A token that the host has not read yet is NO_TOKEN.
+        last_token: the newest sampled token of each slot, which replaces NO_TOKEN.
+    """
     owner = batch.slots.at[batch.row_of_token].get(mode="clip")
     # A row that failed to sample may be in flight once more. Its result is dropped.
     drawn = jnp.maximum(last_token.at[owner].get(mode="clip"), 0)

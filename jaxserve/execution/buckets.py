@@ -15,7 +15,7 @@ from jaxserve.scheduling.plan import LaunchPlan
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A compiled variant of `model_step`.
+    """Padded shape and static options of a compiled step program, used as the program's key.
 
     Attributes:
         num_tokens: T, tokens after padding.
@@ -23,8 +23,8 @@ class Bucket:
         decode_only: whether every row has one token, so that T == R.
         greedy: whether the program has no sampler, and every row takes its most likely token.
         num_steps: the most decode steps of one launch.
-        keeps_logits: whether the launch returns logits and hidden states. A `Sampler` then
-            samples if a row is not greedy.
+        keeps_logits: whether the launch returns logits and hidden states. A `Sampler` then samples
+            if a row is not greedy.
     """
 
     num_tokens: int
@@ -43,10 +43,10 @@ class Bucket:
 
 @dataclass(frozen=True, order=True)
 class Sampler:
-    """A program that samples after a launch that returns logits.
+    """Key of a compiled program that samples tokens from the logits of the preceding launch.
 
     Attributes:
-        num_rows: the rows that it samples. The launch can have more rows, which are padding.
+        num_rows: number of rows that the program samples. Further rows of the launch are padding.
     """
 
     num_rows: int
@@ -57,12 +57,14 @@ class Sampler:
 
 @dataclass(frozen=True)
 class SmallProgram:
-    """Key of a program that is neither a launch nor a sampler.
+    """Key of a compiled program that is neither a launch nor a sampler.
 
     Attributes:
-        kind: "score" and "project" follow the largest launch. "state" makes the device state, and
-            "load slot", "set rows" and "set allowed" change it.
-        count: slots whose masks "set allowed" replaces.
+        kind: "score" computes log-probabilities of prompt tokens, and "project" logits, both from
+            the hidden states of the largest launch. "state" creates the device state. "load slot"
+            writes a request's row of the sampler state, "set rows" rows of the page table, and "set
+            allowed" token masks.
+        count: number of slots whose token masks "set allowed" replaces, 0 for other kinds.
     """
 
     kind: str
@@ -83,13 +85,14 @@ Demand = Mapping[tuple[Program, int], int]
 
 
 def gain(program: Program, demand: Demand, seconds: Mapping[Program, float]) -> float:
-    """Return the seconds that a program would have saved in past launches.
+    """Return the seconds that past launches would have saved if a program had existed.
 
     Args:
-        program: the program.
-        demand: the past launches.
-        seconds: the duration of a launch of each program on padding. A smaller size saves a
-            proportional part of it.
+        program: a bucket or sampler that is not compiled yet.
+        demand: number of past launches, by the program used and by the rows or tokens before
+            padding.
+        seconds: duration of one launch of each program. A launch that fits into the smaller
+            `program` saves the same proportion of its duration as of its size.
     """
     saved = 0.0
     for (used, needed), count in demand.items():
@@ -99,7 +102,12 @@ def gain(program: Program, demand: Demand, seconds: Mapping[Program, float]) -> 
 
 
 def without(program: Program, demand: Demand) -> Demand:
-    """Return the launches that would not have used a program."""
+    """Return the launches in `demand` that keep their program if `program` is added.
+
+    Args:
+        program: a bucket or sampler that is added.
+        demand: number of launches, by the program used and by the rows or tokens before padding.
+    """
     return {key: count for key, count in demand.items() if not _fits_better(program, *key)}
 
 
@@ -117,28 +125,33 @@ def _size(program: Program) -> int:
 
 
 def few_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the row counts of samplers and of programs that replace token masks."""
+    """Return the row counts for which samplers and token-mask programs are compiled.
+
+    They are 1, 8 and `max_num_seqs`, ascending, without counts above `max_num_seqs`.
+    """
     return tuple(sorted({1, 8, max_num_seqs} & set(range(1, max_num_seqs + 1))))
 
 
 def default_steps(platform: str) -> int:
-    """Return the most decode steps of one launch, which share the cost of starting it.
+    """Return the default of the most decode steps of one launch: 16 on a CPU, 8 on a GPU.
 
-    On a GPU a launch is one graph, including its loop (`machine.gpu_flags`). The host of an H200
-    took about as long to start a launch of eight steps as one of a single step.
+    The steps share the cost of starting the launch. On a GPU a launch and its loop are one graph.
     """
     return 16 if platform == "cpu" else 8
 
 
 def default_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8, 16, and then sizes that grow by at most a half, up to `max_num_seqs`."""
+    """Return the default padded row counts of decode steps: 1, 2, 4, 8, 16, 24, 32, 48, 64, ...
+
+    The last one is `max_num_seqs`.
+    """
     return _ladder(max_num_seqs, (1, 2, 4, 8, 16), halves_from=16)
 
 
 def default_token_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Return 16, 32, 48, 64, 96, ... up to `max_num_batched_tokens`.
+    """Return the default padded token counts of mixed steps: 16, 32, 48, 64, 96, 128, ...
 
-    With these sizes at most a third of a step is padding.
+    The last one is `max_num_batched_tokens`. At most a third of a step is padding.
     """
     return _ladder(max_num_batched_tokens, (16, 32), halves_from=32)
 
@@ -159,25 +172,27 @@ def _mixed_bucket(size: int, max_num_seqs: int, split_sampler: bool) -> Bucket:
 
 
 class BucketSet:
-    """The buckets of an engine.
+    """The buckets of an engine, in three groups: decode, greedy decode and mixed steps.
+
+    A decode step has one token in every row. A mixed step may have rows of several tokens.
 
     Args:
         max_num_seqs: most rows of a step.
         max_num_batched_tokens: most tokens of a step.
-        decode_sizes: padded row counts of decode steps, or None for the defaults. The largest
-            must reach `max_num_seqs`.
-        token_sizes: padded token counts of other steps, or None for the defaults. The largest
-            must reach `max_num_batched_tokens`.
+        decode_sizes: padded row counts of decode steps, or None for the defaults. A ValueError is
+            raised unless they are positive and the largest reaches `max_num_seqs`.
+        token_sizes: padded token counts of mixed steps, or None for the defaults. The largest must
+            reach `max_num_batched_tokens`.
         greedy_decode: whether decode steps in which all rows are greedy have separate programs.
-            Skipping the sampler at run time adds conditional nodes to the graph of every step on
-            a GPU. It is free on a CPU, where each program takes seconds to compile.
+            Skipping the sampler at run time is free on a CPU. On a GPU it adds conditional nodes to
+            the graph of every step.
         num_steps: the most decode steps of one launch.
-        split_sampler: whether programs for rows of several tokens have no sampler, and separate
-            programs sample. The sampler takes half of the time to compile such a program.
+        split_sampler: whether the programs of mixed steps have no sampler, and separate programs
+            sample. The sampler takes half of the time to compile such a program.
 
     Attributes:
         num_steps: the most decode steps of one launch.
-        token_sizes: the padded sizes of mixed steps, ascending.
+        token_sizes: the padded token counts of mixed steps, ascending.
         early: the decode bucket with the most rows and a separate sampler, or None without
             `split_sampler`. It compiles in half the time of the other decode programs, and runs
             until the largest of them has been compiled.
@@ -225,7 +240,7 @@ class BucketSet:
         self.num_steps = self._most_steps if has_decode else 1
 
     def present(self, buckets: Container[Bucket]) -> BucketSet:
-        """Return the subset of buckets in `buckets`, which must contain the largest mixed one."""
+        """Return a new BucketSet of the buckets that are also in `buckets`."""
         part = copy(self)
         part._has_early = self.early is not None and self.early in buckets
         part._set(
@@ -248,7 +263,7 @@ class BucketSet:
 
     @property
     def largest(self) -> Bucket:
-        """The bucket that fits every plan of one step."""
+        """The mixed bucket with the most tokens, which fits every launch of one step."""
         return self._mixed[-1]
 
     def pick(
@@ -258,10 +273,10 @@ class BucketSet:
         scores: bool = False,
         keeps_logits: bool = False,
     ) -> Bucket:
-        """Return the smallest bucket that fits a plan.
+        """Return the smallest bucket that fits a launch and has the outputs that it needs.
 
         Args:
-            plan: the plan.
+            plan: the rows and tokens of the launch.
             greedy: whether all rows are greedy and no row uses a feature of the sampler.
             scores: whether log-probabilities of a prompt are requested. Only mixed buckets have
                 programs for them, and with a separate sampler only the largest.

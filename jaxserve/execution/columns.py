@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def in_groups(x: Float[Array, "R V"], fill: float) -> Float[Array, "R groups 128"]:
-    """Reshape columns into groups of 128, padded with `fill`."""
+    """Reshape columns into groups of 128: [R, V] to [R, ceil(V / 128), 128], padded with `fill`."""
     pad = -x.shape[1] % LANES
     if pad:
         x = jnp.pad(x, ((0, 0), (0, pad)), constant_values=fill)
@@ -37,15 +37,15 @@ def in_groups(x: Float[Array, "R V"], fill: float) -> Float[Array, "R groups 128
 
 
 def argmax(logits: Float[Array, "R V"]) -> Int32[Array, " R"]:
-    """Return the first index of each row's greatest value (see `best`)."""
+    """Return int32[R]: for each row the first column with its greatest value (see `best`)."""
     return best(logits)[0]
 
 
 def best(logits: Float[Array, "R V"]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-    """Return the first index of each row's greatest value, and the value.
+    """Return for each row the first column with its greatest value, and that value: int32[R], [R].
 
-    XLA's argmax on CPU takes 13 to 57 times as long as its max over a vocabulary. Here the index
-    is searched among the maxima of groups, and then within one group.
+    XLA's argmax on CPU takes 13 to 57 times as long as its max over a vocabulary. Here the column
+    is searched among the maxima of groups of 128 columns, and then within one group.
     """
     groups = in_groups(logits, -jnp.inf)
     tops = groups.max(axis=-1)
@@ -55,7 +55,7 @@ def best(logits: Float[Array, "R V"]) -> tuple[Int32[Array, " R"], Float[Array, 
 
 
 def is_finite(logits: Float[Array, "R V"]) -> Bool[Array, " R"]:
-    """Return for each row whether all its values are finite.
+    """Return bool[R]: whether all values of a row are finite.
 
     NaN and infinity propagate through the maximum of absolute values. XLA on CPU vectorizes a
     maximum, but not a conjunction.
@@ -65,7 +65,7 @@ def is_finite(logits: Float[Array, "R V"]) -> Bool[Array, " R"]:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of logits, sharded in order over the devices of a mesh axis.
+    """The division of the columns of logits over the devices of a mesh axis, in order.
 
     Attributes:
         vocab_size: the number of columns without padding.
@@ -77,15 +77,24 @@ class Columns:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Columns:
-        """Return the columns of a model's logits."""
+        """Return how a model's logits are divided over devices, by the model's configuration."""
         return cls(config.vocab_size, config.split.axis)
 
     def greatest(
         self, logits: Float[Array, "R V"], implementation: str
     ) -> tuple[Int32[Array, " R"], Float[Array, " R"], Bool[Array, " R"]]:
-        """Return each row's most likely token, its logit, and whether the row is finite.
+        """Find the most likely token of each row of logits whose columns are sharded over devices.
 
-        Devices exchange one token and one number per row. Ties go to the lowest token id.
+        Devices exchange one token and one number per row. Ties go to the lowest token id. Padded
+        columns are ignored.
+
+        Args:
+            logits: this device's columns.
+            implementation: the choice of kernels.
+
+        Returns:
+            For each row the token id, its logit, and whether all logits of the row are finite. They
+            are equal on all devices.
         """
         assert self.axis is not None
         size, index = logits.shape[1], device_index(self.axis)
@@ -122,17 +131,19 @@ class Columns:
     ) -> T:
         """Apply a function to whole rows of logits, with the rows sharded over the devices.
 
-        Devices exchange their columns of all rows for all columns of their rows, and then the
-        results.
+        Each device sends its columns of all rows, and receives all columns of its share of the
+        rows. The devices then exchange their results. If one device has all columns, the function
+        is applied once to all rows.
 
         Args:
-            compute: a function of whole rows and the matching part of `rows`. It returns arrays
-                with the same number of rows. The result of a row depends on that row only.
-            logits: the logits, with sharded columns.
-            rows: arrays of R rows.
+            compute: a function of whole rows of logits and of the matching part of `rows`. It
+                returns arrays with the same number of rows. The result of a row depends on that row
+                only.
+            logits: this device's columns of R rows of logits.
+            rows: a tree of arrays of R rows, replicated on the devices.
 
         Returns:
-            The result for all R rows, on every device.
+            The results of `compute` for all R rows, on every device.
         """
         if self.axis is None:
             return compute(logits, rows)

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 
 class ExpertRows:
-    """Totals of the rows that each device's experts have computed. A row is a token of one expert.
+    """Host counters of the rows that the experts of each device have computed.
 
-    The device counts modulo 2**32 and from zero after each reset. A launch adds less than 2**32.
+    A row is one token computed by one expert. The counters of a device are modulo 2**32, start from
+    zero after each reset of the device state, and grow by less than 2**32 in a launch. The host's
+    totals are int64.
     """
 
     def __init__(self) -> None:
@@ -25,15 +27,15 @@ class ExpertRows:
 
     @property
     def counts(self) -> Int64[np.ndarray, " N"]:
-        """Rows by device of this host, or an empty array if rows are not counted."""
+        """int64[N]: rows that each device of this host computed, empty if they are not counted."""
         return self._totals.sum(axis=tuple(range(1, self._totals.ndim)))
 
     def by_expert(self, config: ModelConfig) -> list[list[int]]:
-        """Return the rows of each layer and expert, [] for a layer without experts.
+        """Return for each transformer layer the rows of each expert, [] without experts.
 
         Args:
-            config: the configuration of a model whose experts are placed explicitly, all of them
-                on this host (see `Split`).
+            config: the configuration of a model whose experts are placed explicitly, all of them on
+                this host (see `Split`).
         """
         assert config.experts is not None
         layers: list[list[int]] = []
@@ -46,10 +48,10 @@ class ExpertRows:
         return layers
 
     def read(self, counted: UInt32[Array, "N ..."] | None) -> None:
-        """Add the rows that were counted since the last call.
+        """Add the rows that the devices counted since the previous call of `read` to the totals.
 
         Args:
-            counted: the devices' counters after a launch, modulo 2**32, or None.
+            counted: the devices' counters after a launch, modulo 2**32. None changes no total.
         """
         if counted is None:
             return
@@ -63,6 +65,6 @@ class ExpertRows:
         self._seen = counts
 
     def start_anew(self) -> None:
-        """Expect the counters of the next launch to start from zero, and keep the totals."""
+        """Expect the devices' row counters to start from zero in the next launch. Totals stay."""
 
         self._seen = np.zeros(0, np.uint32)

@@ -23,10 +23,15 @@ if TYPE_CHECKING:
 
 
 def edit_logits(logits: Logits, batch: StepBatch[Array], state: SamplerState) -> Logits:
-    """Apply each row's edits to its logits, with -inf for excluded tokens.
+    """Return logits [R, V] with each row's edits applied, and -inf for excluded tokens.
 
     The order is vLLM's (vllm/v1/sample/sampler.py): allowed tokens, bad words, min_tokens, bias,
     and then repetition, frequency and presence penalties. A row without edits keeps its bits.
+
+    Args:
+        logits: the logits of each row's next token.
+        batch: the inputs of the step, with penalties, stop tokens and minimum lengths.
+        state: token masks, bad words, biases and token counts of each slot.
     """
     logits = _only_allowed(logits, batch, state)
     # One scatter for all edits of single tokens. -inf stays -inf after any addition.

@@ -26,7 +26,7 @@ _VECTOR = 16
 
 
 class DeviceLogprobs(NamedTuple):
-    """Log-probabilities of N tokens on the device, with the fields of `TokenLogprobs`."""
+    """Log-probabilities and ranks of N tokens and of K alternatives each, as JAX arrays."""
 
     logprob: Float[Array, " N"]
     rank: Int32[Array, " N"]
@@ -35,11 +35,12 @@ class DeviceLogprobs(NamedTuple):
 
 
 def top_k(x: Float[Array, "N V"], k: int) -> tuple[Float[Array, "N K"], Int32[Array, "N K"]]:
-    """Return each row's k greatest values and their columns. Ties go to the lower column.
+    """Return each row's k greatest values in descending order, and their columns.
 
-    The result is exact. The k greatest values lie in the k groups with the greatest maxima, which
-    are searched in the order of their columns. Rows with few columns are searched directly, which
-    compiles in a tenth of the time.
+    Of equal values the one with the lower column comes first. The result is exact. The k greatest
+    values lie in the k groups of 128 columns with the greatest maxima, which are searched in the
+    order of their columns. Rows of up to 2,048 columns are searched directly, which compiles in a
+    tenth of the time.
     """
     if x.shape[1] <= _ONE_LEVEL:
         values, ids = lax.top_k(x, k)
@@ -55,7 +56,16 @@ def top_k(x: Float[Array, "N V"], k: int) -> tuple[Float[Array, "N K"], Int32[Ar
 
 
 def logprobs_of(logits: Float[Array, "N V"], tokens: Int32[Array, " N"]) -> DeviceLogprobs:
-    """Compute the log-probability and rank of one token per row, and the most likely tokens."""
+    """Compute the log-probability and rank of one token per row, and the most likely tokens.
+
+    Args:
+        logits: whole rows of logits, -inf for excluded tokens.
+        tokens: one token id per row.
+
+    Returns:
+        For each row the values of its token, and the MAX_LOGPROBS most likely tokens as
+        alternatives.
+    """
     total = logits.max(axis=1) + _log(row_sums(logits, "exps"))
     is_token = jnp.arange(logits.shape[1]) == tokens[:, None]
     logit = jnp.where(is_token, logits, 0).sum(axis=1, keepdims=True)
@@ -71,7 +81,7 @@ def _log(x: Float[Array, " R"]) -> Float[Array, " R"]:
 
 
 def no_logprobs(count: int, vocab_size: int, dtype: DTypeLike) -> DeviceLogprobs:
-    """Return zeros for `count` tokens, for a launch without requested log-probabilities."""
+    """Return a DeviceLogprobs of zeros for `count` tokens, for launches without requests."""
     width = min(MAX_LOGPROBS, vocab_size)
     return DeviceLogprobs(
         jnp.zeros(count, dtype),
@@ -87,7 +97,16 @@ def draw_logprobs(
     batch: StepBatch[Array],
     columns: Columns,
 ) -> DeviceLogprobs:
-    """Compute log-probabilities of sampled tokens, for all rows if any row requests them."""
+    """Return the log-probability of each row's sampled token, if any row requests it.
+
+    If no row requests log-probabilities, the result is zeros.
+
+    Args:
+        logits: logits from which the tokens were sampled, before edits.
+        token_ids: the sampled token of each row.
+        batch: the inputs of the step, whose `features` contain the requests.
+        columns: the division of the logits over devices.
+    """
     none = no_logprobs(logits.shape[0], columns.vocab_size, logits.dtype)
     is_requested = jnp.any(batch.features & int(SamplerFeature.LOGPROBS) != 0)
     return cond(is_requested, lambda: columns.by_rows(logprobs_of, logits, token_ids), lambda: none)
@@ -102,12 +121,11 @@ def position_logprobs(
     batch: StepBatch[Array],
     columns: Columns,
 ) -> DeviceLogprobs:
-    """Compute the log-probability of the successor of each token of a step, where requested.
+    """Compute the log-probability of the token that follows each token of a step, where requested.
 
-    The successor of a row's last token is the sampled token. The successor of another token is
-    the next token of the prompt (`batch.targets`). Logits are computed again for blocks of 32
-    positions with a requested one, so memory does not grow with the length of a chunk. Other
-    positions of the result are undefined.
+    The last token of a row is followed by the row's sampled token, any other token by the next
+    token of its prompt (`batch.targets`). Logits are computed again for blocks of 32 positions with
+    a requested one, so memory does not grow with the length of a chunk.
 
     Args:
         project: maps hidden states [N, D] to logits [N, V].
@@ -116,7 +134,10 @@ def position_logprobs(
         token_ids: the sampled tokens.
         draws: whether each row samples.
         batch: the inputs of the step.
-        columns: the columns of the logits.
+        columns: the division of the logits over devices.
+
+    Returns:
+        One entry per token of the step, undefined where no log-probability is requested.
     """
     num_tokens, size = len(hidden), min(BLOCK, len(hidden))
     row = batch.row_of_token

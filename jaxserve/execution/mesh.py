@@ -27,7 +27,7 @@ SECOND = PartitionSpec(None, AXIS)
 
 
 def make_mesh(devices: int) -> Mesh | None:
-    """Return the mesh of JAX's first devices, in the order of their hosts, or None for one device.
+    """Return a mesh of JAX's first `devices` devices, grouped by host, or None for one device.
 
     Raises:
         InvalidRequest: JAX has fewer devices.
@@ -36,15 +36,15 @@ def make_mesh(devices: int) -> Mesh | None:
 
 
 def mesh_of(devices: Sequence[Any]) -> Mesh:
-    """Return a mesh of the given devices, in their order."""
+    """Return a one-dimensional JAX mesh, with axis `AXIS`, of the given devices in their order."""
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def mesh_devices(count: int) -> list[HostDevice]:
-    """Return JAX's first `count` devices, with the same number from each host.
+    """Return `count` devices of JAX, host by host, with the same number from each host.
 
     Raises:
-        InvalidRequest: JAX has fewer devices.
+        InvalidRequest: a host has too few devices.
     """
     hosts = jax.process_count()
     devices: list[HostDevice] = []
@@ -57,13 +57,19 @@ def mesh_devices(count: int) -> list[HostDevice]:
 
 
 def spec_of(array: Any) -> PartitionSpec:
-    """Return the partition spec of an array or shape, or `WHOLE` if it has no named sharding."""
+    """Return the partition spec of an array or ShapeDtypeStruct.
+
+    It is the spec of a replicated array (`WHOLE`) if the sharding is not a NamedSharding.
+    """
     sharding = getattr(array, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else WHOLE
 
 
 def local_bytes(array: Any) -> int:
-    """Return the bytes of an array or shape on one device."""
+    """Return the bytes that an array or ShapeDtypeStruct takes on one device.
+
+    If it is sharded, they are the bytes of one shard.
+    """
     shape, sharding = array.shape, getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding):
         shape = sharding.shard_shape(shape)
@@ -71,7 +77,7 @@ def local_bytes(array: Any) -> int:
 
 
 def placed_shapes(mesh: Mesh, shapes: Any, specs: Any) -> Any:
-    """Return shapes with named shardings on the mesh.
+    """Return a tree of ShapeDtypeStructs with named shardings on the mesh.
 
     Args:
         mesh: the mesh.
@@ -86,7 +92,10 @@ def placed_shapes(mesh: Mesh, shapes: Any, specs: Any) -> Any:
 
 
 def placed_arguments(mesh: Mesh, arguments: Any) -> Any:
-    """Return the shapes of arguments with named shardings on the mesh, `WHOLE` by default."""
+    """Return the ShapeDtypeStructs of a tree of arguments, with named shardings on the mesh.
+
+    An array or shape keeps its partition spec. One without a NamedSharding is replicated.
+    """
 
     def place(leaf: Any) -> Any:
         return _placed(NamedSharding(mesh, spec_of(leaf)), leaf)
@@ -103,12 +112,14 @@ def _is_spec(tree: Any) -> bool:
 
 
 def mapped(mesh: Mesh, function: Callable[..., Any], arguments: Any, results: Any) -> Any:
-    """Return a function of global arrays that runs on the shards of each device.
+    """Return `jax.shard_map` of a function, which takes global arrays.
+
+    The function runs on each device's shards.
 
     Args:
         mesh: the mesh.
         function: a function of shards.
-        arguments: arrays or shapes with their shardings.
+        arguments: arrays or shapes with the shardings of the function's arguments.
         results: partition specs of the results.
     """
 

@@ -30,10 +30,10 @@ ROWS = 8
 
 
 def room_for_pages(bucket: Bucket, page_size: int) -> int:
-    """Return the number of new pages that a launch of a bucket has room for.
+    """Return the number of new page table entries that a launch with this bucket can carry.
 
-    n tokens of a row need at most ceil(n / page_size) pages. A row with more new pages, which are
-    shared cached pages, is sent as a whole.
+    n tokens of a row need at most ceil(n / page_size) pages. If a row has more new pages, because
+    it shares cached pages, `set_rows` sends its whole row of the page table before the launch.
     """
     num_tokens = bucket.num_tokens * bucket.num_steps
     # At least 2: on a GPU XLA compiles a scatter of a single entry to five kernel launches.
@@ -43,16 +43,16 @@ def room_for_pages(bucket: Bucket, page_size: int) -> int:
 def take_new_pages(
     plan: LaunchPlan, slots: SlotTable, room: int
 ) -> tuple[Int[np.ndarray, " n"], list[WholeRows]]:
-    """Return the new pages of a plan's rows, and mark them as sent.
+    """Return the page table entries that a launch must send to the device, and mark them as sent.
 
     Args:
-        plan: the plan.
-        slots: the slot table.
-        room: the most new pages that the launch has room for.
+        plan: the slots of the launch.
+        slots: the slot table, which records the entries sent so far.
+        room: the most entries that the launch has room for.
 
     Returns:
-        Positions in the flat page table for the launch, and whole rows to pass to `set_rows`
-        before the launch, if there are more new pages than room.
+        Positions in the flat page table for the launch, and a list of arguments for `set_rows`,
+        which write whole rows before the launch. The list is empty if all entries fit into `room`.
     """
     places = slots.take_unsent(plan.slots)
     if len(places) <= room:
@@ -73,7 +73,10 @@ def _whole_rows(whole: Int[np.ndarray, " n"], slots: SlotTable) -> Iterator[Whol
 
 
 def null_rows(slots: SlotTable) -> WholeRows:
-    """Return arguments for `set_rows` that do not change the page table."""
+    """Return slots and rows of the page table that `set_rows` ignores, for padding.
+
+    The slots are int32[8], all beyond the table. The rows are int32[8, M], all zeros.
+    """
     owners = np.full(ROWS, slots.num_slots + 1, np.int32)
     return owners, np.zeros((ROWS, slots.max_pages), np.int32)
 
@@ -81,14 +84,17 @@ def null_rows(slots: SlotTable) -> WholeRows:
 def put_pages(
     table: Int32[Array, "slots_plus_1 M"], places: Int32[Array, " C"], pages: Int32[Array, " C"]
 ) -> Int32[Array, "slots_plus_1 M"]:
-    """Write pages to positions of the flat page table. Positions beyond its end are ignored."""
+    """Return the page table with pages[i] written to position places[i] of its flat view.
+
+    Positions beyond the end of the table are ignored.
+    """
     return table.reshape(-1).at[places].set(pages, mode="drop").reshape(table.shape)
 
 
 def set_rows(
     table: Int32[Array, "slots_plus_1 M"], slots: Int32[Array, " 8"], rows: Int32[Array, "8 M"]
 ) -> Int32[Array, "slots_plus_1 M"]:
-    """Replace whole rows of the page table.
+    """Return the page table with whole rows replaced.
 
     Args:
         table: the page table, donated.

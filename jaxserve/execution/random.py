@@ -27,7 +27,12 @@ _ONE = 0x3F800000  # the bits of 1.0
 
 
 def threefry(key: tuple[Words, Words], count: tuple[Words, Words]) -> tuple[Words, Words]:
-    """Compute Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), elementwise."""
+    """Return two uint32 arrays: Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), elementwise.
+
+    Args:
+        key: the two words of the key.
+        count: the two words of the counter.
+    """
     first, second = key
     words = (first, second, first ^ second ^ jnp.uint32(_PARITY))
     x, y = count[0] + first, count[1] + second
@@ -47,7 +52,7 @@ def _rehash(_: Int32[Array, ""], words: tuple[Pairs, Pairs]) -> tuple[Pairs, Pai
 
 
 def uniform(seed: UInt32[Array, "R 2"], position: Int32[Array, " R"]) -> Float32[Array, " R"]:
-    """Return jax.random.uniform(fold_in(key, position)) of each row, in [0, 1).
+    """Return a random number in [0, 1) for each row: jax.random.uniform(fold_in(seed, position)).
 
     Args:
         seed: the two words of each row's threefry key.

@@ -25,7 +25,7 @@ Project = Callable[[list[jax.Array], jax.Array, np.ndarray, np.ndarray], jax.Arr
 
 @dataclass(frozen=True)
 class InFlight:
-    """A submitted step whose results have not been read."""
+    """A submitted launch whose results the host has not read yet."""
 
     plan: LaunchPlan
     output: StepOutput
@@ -41,10 +41,16 @@ class InFlight:
     def read(
         self, vocab_size: int
     ) -> tuple[Int32[np.ndarray, "*steps R"], Bool[np.ndarray, "*steps R"], StepLogprobs | None]:
-        """Wait for the results (see `Runner.read`).
+        """Wait for the launch, and return its tokens and requested log-probabilities.
+
+        Padding is removed. The arrays are [R], or [num_steps, R] for a launch of several steps.
 
         Args:
             vocab_size: the columns of logits without padding.
+
+        Returns:
+            Token ids, booleans that are False where the token id is NO_TOKEN, and
+            log-probabilities, or None if no row requests them.
         """
         num_rows, num_steps = len(self.plan), self.plan.num_steps
         token_ids = np.asarray(self.output.token_ids)[..., :num_rows]
@@ -72,12 +78,13 @@ def score_prompts(
     leaves: list[jax.Array],
     vocab_size: int,
 ) -> dict[int, TokenLogprobs]:
-    """Score the prompt tokens that the host has to score, and wait for the device.
+    """Compute log-probabilities of prompt tokens on the host, for the rows whose prompts need it.
 
-    A few positions are computed at once, because the logits of a whole chunk may take gigabytes.
+    The device computes the logits of `BLOCK` positions at a time, because the logits of a whole
+    chunk may take gigabytes. The function waits for the device.
 
     Args:
-        plan: the plan of the step.
+        plan: the rows of the step.
         slots: the slot table, which has the prompts' tokens.
         hidden: [T, D], the step's hidden states.
         project: the program `Programs.project`.
@@ -85,7 +92,8 @@ def score_prompts(
         vocab_size: columns of logits without padding.
 
     Returns:
-        The log-probabilities by row of the plan.
+        By row of the plan, the log-probability of each prompt token that follows a token of the
+        step.
     """
     scored: dict[int, TokenLogprobs] = {}
     ends = np.cumsum(plan.num_tokens)

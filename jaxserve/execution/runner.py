@@ -57,20 +57,23 @@ class Programs:
     """The compiled programs of an engine.
 
     Attributes:
-        buckets: all padded shapes, including shapes without a program yet.
-        steps: the launches by bucket. (leaves, state, words) to (state, output).
-        samplers: the samplers that follow launches with `keeps_logits`. (last tokens, sampler
-            state, logits, words of the rows) to (last tokens, sampler state, output).
-        score: the log-probabilities of prompts after the largest launch with `keeps_logits`, or
-            None without such launches. (leaves, output, words) to log-probabilities.
+        buckets: all padded shapes, including shapes whose program is not compiled yet.
+        steps: the programs of launches, by bucket. They map (leaves, state, words) to (state,
+            output): the model's arrays, the device state, and the packed batch.
+        samplers: the programs that sample after launches with `keeps_logits`. They map (last
+            tokens, sampler state, logits, words of the rows) to (last tokens, sampler state,
+            output).
+        score: computes the log-probabilities of prompts after the largest launch with
+            `keeps_logits`, from (leaves, output, words). None without such launches.
         make_state: creates an empty device state.
-        load_slot: replaces one slot's settings. (sampler state, load) to sampler state.
+        load_slot: writes one slot's row of the sampler state. (sampler state, load) to sampler
+            state.
         set_rows: replaces rows of the page table. (page table, slots, rows) to page table.
         set_allowed: the programs that replace token masks, by their number of slots. (sampler
             state, slots, words) to sampler state.
-        project: the logits at positions of the largest mixed step, or None unless the engine's
-            settings let the host score prompts. (leaves, hidden states, first position, tokens)
-            to logits.
+        project: computes the logits at positions of the largest mixed step, from (leaves, hidden
+            states, first position, tokens). None unless the engine's settings let the host score
+            prompts.
     """
 
     buckets: BucketSet
@@ -85,21 +88,21 @@ class Programs:
 
 
 class Runner:
-    """The device's side of an engine: weights, device state and compiled launches.
+    """The device's side of an engine: weights, device state and compiled programs.
 
     `jaxserve.start` creates it. Launches run in the order of their submission.
 
     Args:
         model_config: the configuration of the model.
-        memory: the kinds of memory of the device state.
-        leaves: the model's placed arrays, which each launch reads once from one field.
+        memory: the kinds of memory of the device state, with their sizes.
+        leaves: the model's arrays on the device.
         programs: the compiled programs. `add` adds others later.
-        state: the device state that the programs ran on last.
+        state: the device state.
         counter: the counter of compilations, closed with the runner.
 
     Attributes:
         buckets: the padded shapes that have programs.
-        num_pages: the pages of KV cache, including the null page.
+        num_pages: the pages of the KV cache, including the null page.
         most_steps: the most decode steps of one launch after all programs were added.
         keeps_logits: whether the host can get the logits of sampled tokens.
         counts_demand: whether launches are counted for `take_demand`.
@@ -150,25 +153,36 @@ class Runner:
 
     @property
     def num_compiles(self) -> int:
-        """Number of programs that JAX has compiled since the start of this runner began."""
+        """Number of programs that JAX has compiled since the start of this engine began."""
         return self._counter.num_compiles
 
     @property
     def max_steps(self) -> int:
-        """The most decode steps of one launch with the present programs."""
+        """The most decode steps of one launch with the programs that are compiled now."""
         return self.buckets.num_steps
 
     def reset(self, error: Exception | None = None) -> None:
-        """Make a new, empty cache after a failed launch took the old one with it."""
+        """Replace the device state by a new, empty one after a failed launch has lost it.
+
+        All KV pages and sampler states are lost. The device first finishes its running launches.
+
+        Args:
+            error: the error of the launch. The frames of its traceback, which hold device memory,
+                are cleared.
+        """
         with self._turn:
             self._state = release(self._state, error)
             self.expert_rows.start_anew()
             self._state = self._make_state()
 
     def add(self, program: Program, compiled: Any) -> None:
-        """Add a compiled program, which is used from the next launch on.
+        """Add a compiled program, which is used from the next launch on. Thread-safe.
 
-        The largest decode program replaces the early one (see `BucketSet.early`).
+        The largest decode program also removes the early one (see `BucketSet.early`).
+
+        Args:
+            program: the key of the program.
+            compiled: the compiled program.
         """
         if isinstance(program, Sampler):
             self._samplers[program] = compiled
@@ -181,23 +195,23 @@ class Runner:
             self.buckets = self._all_buckets.present(self._steps)
 
     def programs(self) -> list[Program]:
-        """Return the keys of the present programs: all buckets, and then all samplers."""
+        """Return the keys of the compiled launches and samplers: first buckets, then samplers."""
         return [*self._steps, *self._samplers]
 
     def run_padding(self, program: Program, compiled: Any, batch: Int32[np.ndarray, " N"]) -> float:
-        """Run a program once on padding, and return the seconds that it takes.
+        """Run a program once on padding, and return the duration in seconds.
 
         This touches the program's memory before a request uses it. Thread-safe: the next launch
-        waits for this one.
+        waits until this run has finished.
 
         Args:
             program: the key of the program.
-            compiled: the compiled program, or None for the present program of the key.
-            batch: a batch of padding for the bucket, or for the largest bucket if the program is a
-                sampler.
+            compiled: the compiled program, or None for the runner's own program with this key.
+            batch: a packed batch of padding for the bucket, or for the largest bucket if the
+                program is a sampler.
 
         Returns:
-            The seconds, or infinity if the runner is closed or must be reset.
+            The seconds, or infinity without a run if the runner is closed or must be reset.
         """
         with self._turn:
             if self._state is None:  # closed, or about to be reset
@@ -216,9 +230,15 @@ class Runner:
             return time.perf_counter() - started
 
     def submit(self, plan: LaunchPlan, slots: SlotTable) -> InFlight:
-        """Submit the launch of a plan.
+        """Submit the launch of a plan to the device, and return the handle for `read`. Thread-safe.
 
-        The method returns before the device has run the launch, unless the host scores a prompt.
+        The smallest fitting bucket is used. New pages, sampler settings and token masks of the rows
+        are sent to the device. The method returns before the device has run the launch, unless the
+        host scores a prompt.
+
+        Args:
+            plan: the rows and tokens of the launch.
+            slots: the slot table. Its sent pages, settings and masks are marked as sent.
         """
         with self._turn:
             return self._submit(plan, slots)
@@ -302,7 +322,11 @@ class Runner:
             self.has_demand.set()
 
     def take_demand(self) -> Demand:
-        """Return the launches since the last call, from which the next program is chosen."""
+        """Return the launches since the previous call, and reset their count.
+
+        The result has the number of launches by program and by rows or tokens before padding. The
+        background compiler chooses its next program by it.
+        """
         self.has_demand.clear()
         taken, self._demand = self._demand, {}
         return taken
@@ -310,11 +334,14 @@ class Runner:
     def read(
         self, step: InFlight
     ) -> tuple[Int32[np.ndarray, "*steps R"], Bool[np.ndarray, "*steps R"], StepLogprobs | None]:
-        """Wait for a launch and read its results.
+        """Wait until the device has run a launch, and return its results as NumPy arrays.
+
+        The arrays are [R], or [num_steps, R] for a launch of several steps.
 
         Returns:
-            The tokens, for each token whether it is valid, and requested log-probabilities. The
-            arrays are [R], or [num_steps, R] for a launch of several steps.
+            The sampled token ids, booleans that are False for invalid tokens (of rows whose logits
+            were not finite or excluded all tokens), and the log-probabilities, or None without a
+            request for them.
 
         Raises:
             Exception: an error of the device. The state is then lost, and `reset` is required.
@@ -324,7 +351,7 @@ class Runner:
         return token_ids, ok, logprobs
 
     def close(self) -> None:
-        """Free the device's memory. Idempotent."""
+        """Release the weights, the device state and the programs. Idempotent."""
         self._counter.close()
         with self._turn:
             self._state = None

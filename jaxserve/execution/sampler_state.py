@@ -38,10 +38,10 @@ _IN_PROMPT, _GENERATED = 1, 2
 
 @dataclass(frozen=True)
 class SamplerState:
-    """The sampler's state: one row for each slot, and one for the null slot.
+    """Arrays of the sampler on the device, with one row for each slot and one for the null slot.
 
-    V is the vocabulary size, W the number of 32-bit words of a token mask, and B the number of
-    banned sequences of up to L tokens.
+    V is the vocabulary size, W the number of 32-bit words of a token mask, and B the number of bad
+    words (banned token sequences) of up to L tokens.
     """
 
     history: Int32[Array, "slots_plus_1 V"]  # 2 per generated occurrence, plus 1 if in the prompt
@@ -56,7 +56,7 @@ class SamplerState:
 
 @dataclass(frozen=True)
 class SlotLoad(Generic[AnyArray]):
-    """The values of a request's row, with a chunk of its known tokens."""
+    """The new row of a slot in the SamplerState, with a chunk of its request's known tokens."""
 
     slot: Int32[AnyArray, ""]
     is_first: Bool[AnyArray, ""]  # whether the row's history is cleared first
@@ -81,7 +81,7 @@ SetAllowed = Callable[[SamplerState, np.ndarray, np.ndarray], SamplerState]
 
 
 def make_sampler_state(num_slots: int, vocab_size: int) -> SamplerState:
-    """Return a state of zeros. A row is undefined until it is loaded."""
+    """Return a SamplerState of zeros for `num_slots` slots and the null slot."""
     rows = num_slots + 1
     return SamplerState(
         history=jnp.zeros((rows, vocab_size), jnp.int32),
@@ -94,11 +94,13 @@ def make_sampler_state(num_slots: int, vocab_size: int) -> SamplerState:
 
 
 def load_slot(state: SamplerState, load: SlotLoad[Array]) -> SamplerState:
-    """Write a request's row, or add a further chunk of its tokens.
+    """Return the sampler state with one slot's row replaced and a chunk of its tokens counted.
+
+    A request with many tokens needs several calls, one for each chunk in the order of the tokens.
 
     Args:
         state: the sampler state, donated.
-        load: the values of the row. Chunks are loaded in the order of the tokens.
+        load: the values of the row, with one chunk of the tokens.
     """
     slot = load.slot
     index = jnp.arange(load.tokens.shape[0])
@@ -123,12 +125,12 @@ def load_slot(state: SamplerState, load: SlotLoad[Array]) -> SamplerState:
 def set_allowed(
     state: SamplerState, slots: Int32[Array, " G"], words: UInt32[Array, "G W"]
 ) -> SamplerState:
-    """Replace the token masks of slots.
+    """Return the sampler state with the token masks of some slots replaced.
 
     Args:
         state: the sampler state, donated.
         slots: the slots. Unused entries are the null slot.
-        words: the new masks.
+        words: the new mask of each slot. Bit t % 32 of word t // 32 allows token t.
     """
     return replace(state, allowed=state.allowed.at[slots].set(words))
 
@@ -136,7 +138,10 @@ def set_allowed(
 def record(
     state: SamplerState, batch: StepBatch[Array], token_ids: Int32[Array, " R"]
 ) -> SamplerState:
-    """Add a step's sampled tokens to the histories of their slots."""
+    """Return the sampler state with each row's sampled token added to its slot's history.
+
+    Rows that do not sample write to the null slot.
+    """
     slots = batch.sample_slots
     recent = state.recent.at[slots].get(mode="clip")
     recent = jnp.concatenate([recent[:, 1:], token_ids[:, None]], axis=1)
@@ -151,10 +156,10 @@ def record(
 
 
 def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoad[np.ndarray]]:
-    """Yield the arguments of `load_slot` for a slot's request, one per chunk of its tokens.
+    """Yield the arguments of `load_slot` for a slot's request, one per chunk of its known tokens.
 
-    Without penalties the tokens are not needed, and there is one chunk. Further chunks repeat all
-    values except the tokens.
+    Without penalties the tokens are not needed, and there is one chunk without tokens. Further
+    chunks repeat all values except the tokens.
     """
     request = slots.sequences[slot].request
     tokens, num_prompt = slots.tokens[slot, : slots.num_known[slot]], len(request.prompt_token_ids)
@@ -188,12 +193,12 @@ def slot_loads(slots: SlotTable, slot: int, vocab_size: int) -> Iterator[SlotLoa
 def load_new(
     state: SamplerState, plan: LaunchPlan, slots: SlotTable, vocab_size: int, load: LoadSlot
 ) -> SamplerState:
-    """Write the rows of the requests that are new in a launch to the device.
+    """Return the sampler state with new rows for the launch's slots that `needs_load` marks.
 
     Args:
         state: the sampler state, donated.
         plan: the plan of the launch.
-        slots: the slot table, in which the rows are then marked as loaded.
+        slots: the slot table, in which `needs_load` and `needs_mask` of these slots are cleared.
         vocab_size: the columns of logits without padding.
         load: the compiled `load_slot`.
     """
@@ -211,12 +216,12 @@ def set_changed(
     vocab_size: int,
     programs: Mapping[int, SetAllowed],
 ) -> SamplerState:
-    """Write the changed token masks of the rows in a launch to the device.
+    """Return the sampler state with new token masks for the launch's slots with `needs_mask`.
 
     Args:
         state: the sampler state, donated.
         plan: the plan of the launch.
-        slots: the slot table, in which the masks are then marked as sent.
+        slots: the slot table, in which `needs_mask` of these slots is cleared.
         vocab_size: the columns of logits without padding.
         programs: the compiled `set_allowed` by its number of slots, ascending.
     """
@@ -234,7 +239,7 @@ def set_changed(
 
 
 def null_load(slots: SlotTable, vocab_size: int) -> SlotLoad[np.ndarray]:
-    """Return an argument of `load_slot` that writes to the null slot."""
+    """Return an argument of `load_slot` that writes neutral values to the null slot."""
     return SlotLoad(
         slot=np.array(slots.num_slots, np.int32),
         is_first=np.array(True),
@@ -250,12 +255,15 @@ def null_load(slots: SlotTable, vocab_size: int) -> SlotLoad[np.ndarray]:
 
 
 def chunk_size(slots: SlotTable) -> int:
-    """Return the number of tokens in one SlotLoad."""
+    """Return the number of token positions in one SlotLoad, at most 1,024."""
     return min(_CHUNK, slots.max_model_len)
 
 
 def allowed_words(slots: SlotTable, slot: int, vocab_size: int) -> UInt32[np.ndarray, " W"]:
-    """Return the mask of tokens that a slot's sequence can sample next, in 32-bit words."""
+    """Return the token mask of a slot's sequence, uint32[W], with a bit for each allowed token.
+
+    It combines the grammar constraint, allowed_token_ids and bad words of one token.
+    """
     sequence = slots.sequences[slot]
     request, constraint = sequence.request, sequence.constraint
     if constraint is None:

@@ -47,10 +47,10 @@ def _ordered_bits(x: Float[Array, "*sizes"]) -> UInt[Array, "*sizes"]:
 def _threshold(
     keys: UInt[Array, "R V"], mass: Float[Array, "R V"], target: Float[Array, " R"]
 ) -> UInt[Array, " R"]:
-    """Return each row's greatest key t with mass(keys >= t) >= target, exactly and without a sort.
+    """Return for each row the greatest key t such that tokens with keys >= t have the target mass.
 
-    The bits of the key are found from the highest to the lowest, a few in each pass over the
-    vocabulary.
+    Keys are unsigned integers in the order of the logits. The result is exact and needs no sort:
+    the bits of t are found from the highest to the lowest, a few in each pass over the vocabulary.
     """
     bits = keys.dtype.itemsize * 8
     # On a GPU one read of the keys serves 15 trials, and the passes are unrolled, because a loop
@@ -86,7 +86,8 @@ def _truncated(
 
     top_k keeps the k most likely tokens of each row and all tokens equal to the k-th. top_p then
     keeps the smallest set of most likely tokens whose share of the remaining mass reaches top_p.
-    The most likely token always stays.
+    The most likely token always stays. `keys` are unsigned integers in the order of the logits, and
+    `likeliest` is the greatest key of each row.
     """
     # XLA computes both branches of a condition that contains only element-wise work and sums, such
     # as thresholds on a GPU, unless one branch returns its operand and the operand is no constant.
@@ -97,9 +98,9 @@ def _truncated(
         truncates: Bool[Array, " R"],
         measure: Callable[[Array], tuple[Array, Array]],
     ) -> UInt[Array, " R"]:
-        """Raise the least kept key of the rows that truncate.
+        """Return `least` after truncation: the key at which the kept tokens reach the target mass.
 
-        measure: maps the remaining probabilities to the mass of each token and the target.
+        `measure` maps the kept probabilities to the mass of each token and each row's target.
         """
 
         def narrowed(least: UInt[Array, " R"]) -> UInt[Array, " R"]:
@@ -116,9 +117,9 @@ def _truncated(
 
 
 def _draw(probs: Float[Array, "R V"], uniform: Float[Array, " R"]) -> Int32[Array, " R"]:
-    """Return the token of each row at which the cumulative mass exceeds uniform * total.
+    """Return for each row the first token whose cumulative mass exceeds uniform * total mass.
 
-    This is inverse transform sampling with one number per row, in two levels of sums.
+    This is inverse transform sampling with one number in [0, 1) per row, in two levels of sums.
     """
     groups = in_groups(probs, 0.0)
     ends = jnp.cumsum(groups.sum(axis=-1), axis=-1)
@@ -143,10 +144,12 @@ def plain_draw(
     greedy: Int32[Array, " R"],
     settings: DrawSettings,
 ) -> Int32[Array, " R"]:
-    """Sample tokens in plain JAX. This is the specification of the kernel `pallas_kernels.draw`.
+    """Sample one token per row in plain JAX, with temperature, min_p, top_k and top_p.
+
+    This is the specification of the kernel `pallas_kernels.draw`.
 
     Args:
-        logits: the logits.
+        logits: the logits of each row, -inf for excluded tokens.
         highest: each row's greatest logit.
         greedy: each row's most likely token, the result of rows with temperature 0.
         settings: the settings of each row, with its threefry key and the new token's position.
@@ -181,7 +184,7 @@ def _sampled(
 
 
 def is_greedy(plan: LaunchPlan, slots: SlotTable) -> bool:
-    """Return whether all rows are greedy and no row has to exclude stop tokens (min_tokens)."""
+    """Return whether all sampling rows have temperature 0 and have reached their min_tokens."""
     rows = plan.slots[plan.samples]
     if slots.temperature[rows].any():
         return False
@@ -196,9 +199,9 @@ def sample(
     implementation: str = "auto",
     columns: Columns | None = None,
 ) -> Int32[Array, " R"]:
-    """Sample each row's next token.
+    """Return the next token of each row, int32[R].
 
-    The order of the settings is vLLM's: `edit_logits`, temperature, min_p, top_k, top_p.
+    The settings are applied in vLLM's order: `edit_logits`, temperature, min_p, top_k, top_p.
 
     Args:
         logits: the logits in float32 or float64.
@@ -206,11 +209,11 @@ def sample(
         state: the sampler's state.
         greedy_only: static, whether `is_greedy` holds and no row uses a feature of the sampler.
         implementation: static, the choice of kernels.
-        columns: static, the columns of logits that are sharded over devices. None for one device.
+        columns: static, the division of the logits over devices. None for one device.
 
     Returns:
-        Token ids. NO_TOKEN for rows with logits that are not finite, and for rows in which all
-        tokens are excluded.
+        Token ids. NO_TOKEN for rows with logits that are not finite, and for sampling rows in which
+        all tokens are excluded.
     """
     if columns is not None and columns.axis is not None:
         return _sample_divided(logits, batch, state, greedy_only, implementation, columns)
@@ -271,7 +274,10 @@ def _sample_divided(
     implementation: str,
     columns: Columns,
 ) -> Int32[Array, " R"]:
-    """Sample from logits with sharded columns. Whole rows are gathered only if a row needs them."""
+    """Return the next token of each row (see `sample`) from logits with sharded columns.
+
+    Devices exchange whole rows of logits only if a row has edits or a temperature above 0.
+    """
 
     tokens, value, ok = columns.greatest(logits, implementation)
     if greedy_only:

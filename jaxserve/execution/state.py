@@ -40,14 +40,15 @@ STATES = "recurrent state"
 
 @dataclass(frozen=True)
 class MemoryKind:
-    """Memory of the device state that is allocated in equal units, on each device.
+    """A part of the device state that consists of equal units: KV pages, or rows of slots.
 
     Attributes:
-        name: `PAGES`, `SAMPLER`, or a further name, under which reports and metrics show it.
+        name: `PAGES`, `SAMPLER`, or a further name, under which reports and metrics show the
+            memory.
         layers: number of transformer layers with this memory, or 0 if it belongs to no layer.
         unit: "page" or "slot".
         bytes_per_unit: bytes of one unit on each device, over all of its layers.
-        count: units, the null page or the null slot included.
+        count: number of units, the null page or the null slot included.
         window: tokens of the attention window that limits the pages of a sequence, or None.
         arrays: tree of the shapes of one unit in one layer, over all devices.
         devices: devices over which an axis of each of `arrays` is divided.
@@ -77,18 +78,22 @@ class MemoryKind:
         devices: int = 1,
         divided: tuple[int, ...] = (),
     ) -> MemoryKind:
-        """Return the kind of memory whose units have these arrays, with their sum as its size."""
+        """Return a MemoryKind, with its bytes per unit computed from the shapes of its arrays."""
         leaves = jax.tree.leaves(arrays)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) * max(1, layers) // devices
         return cls(name, layers, unit, size, count, window, arrays, devices, divided)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all units on each device."""
+        """Bytes of all units of this kind of memory on each device."""
         return self.bytes_per_unit * self.count
 
     def zeros(self) -> Any:
-        """Return the arrays of all units: a list with one tree for each layer, or one tree."""
+        """Create the arrays of all units, filled with zeros. Their first axis is the unit.
+
+        Returns:
+            A list with one tree of arrays for each layer, or one tree for memory without layers.
+        """
 
         def units(unit: Any) -> Any:
             return jnp.zeros((self.count, *unit.shape), unit.dtype)
@@ -108,10 +113,10 @@ class MemoryKind:
 
 @dataclass(frozen=True)
 class DeviceState:
-    """The state of the device, which is donated to every step and replaced by its result.
+    """All arrays that stay on the device between steps: KV cache, page table, last tokens, sampler.
 
-    There is never a second copy. The pages start as zeros, so that an unused cell never contains
-    a NaN.
+    Every step takes the state as a donated argument and returns the new state, so there is never a
+    second copy. The pages start as zeros, so that an unused cell never contains a NaN.
     """
 
     kv: list[KVPages]  # one per layer with attention
@@ -127,7 +132,10 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Results of a launch, which the host reads while the next one runs."""
+    """Results of a launch, as device arrays: sampled tokens, log-probabilities and logits.
+
+    The host reads them while the next launch runs.
+    """
 
     # [R], or [most steps, R] for a launch of several steps. NO_TOKEN if logits were not finite or
     # excluded all tokens.
@@ -146,13 +154,13 @@ for _type in (DeviceState, StepOutput):
 
 
 def kv_dtype(setting: str, activations: DTypeLike, platform: str) -> np.dtype:
-    """Return the dtype of pages for a setting of `kv_cache_dtype`.
+    """Return the dtype of the pages of the KV cache for a value of `kv_cache_dtype`.
 
     On CPU 16-bit keys and values are stored in float32, and 8-bit floats as their bits: XLA on CPU
     scatters into narrow floats by converting the whole cache in every step.
 
     Args:
-        setting: the value of `kv_cache_dtype`.
+        setting: "auto" (the dtype of activations), "fp8" or "int8_per_token_head".
         activations: the dtype of activations.
         platform: "cpu" or "gpu".
 
@@ -187,7 +195,7 @@ def memory_kinds(
     Args:
         config: the configuration of the model.
         page_size: tokens per page.
-        dtype: the dtype of the pages.
+        dtype: the dtype of the pages. Pages of int8 also contain float32 scales.
         num_slots: the slots, without the null slot.
         num_pages: the pages of the cache, including the null page.
         num_snapshots: the states of prefixes beside those of the slots.
@@ -249,8 +257,14 @@ def _unit(array: Any) -> jax.ShapeDtypeStruct:
 def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platform: str) -> int:
     """Return `pages`, or fewer if GPU kernels could not address the arrays of a layer.
 
-    Kernels cannot address arrays of one-byte values with 2 to 4 GiB (see
-    `pallas_kernels.implementation`).
+    GPU kernels cannot address arrays of one-byte values with 2 to 4 GiB (see
+    `pallas_kernels.implementation`). The result then fits below 2 GiB.
+
+    Args:
+        pages: number of pages of the KV cache.
+        layer_page_bytes: bytes of one page in one layer.
+        dtype: dtype of the pages.
+        platform: "cpu" or "gpu".
     """
     size = pages * layer_page_bytes
     if platform == "cpu" or dtype.itemsize > 1 or not TWO_GIB <= size <= FOUR_GIB:
@@ -259,12 +273,12 @@ def addressable_pages(pages: int, layer_page_bytes: int, dtype: np.dtype, platfo
 
 
 def make_state(config: ModelConfig, memory: Iterable[MemoryKind], max_pages: int) -> DeviceState:
-    """Create a device state with zeros in all kinds of memory and tables.
+    """Create a device state in which all arrays are zeros.
 
     Args:
         config: the configuration of the model.
         memory: the kinds of memory, with their counts.
-        max_pages: the most pages of a slot.
+        max_pages: the most pages of a slot, the width of the page table.
     """
     kinds = {kind.name: kind for kind in memory}
     pages, sampler = kinds.pop(PAGES), kinds.pop(SAMPLER)
@@ -282,9 +296,10 @@ def make_state(config: ModelConfig, memory: Iterable[MemoryKind], max_pages: int
 
 
 def state_specs(memory: Iterable[MemoryKind]) -> DeviceState:
-    """Return the partition specs of the device state.
+    """Return a DeviceState of the partition specs of its arrays.
 
-    Each device has its own counters of expert rows. Tables are replicated.
+    Counters of expert rows are sharded over the devices, page table and last tokens are replicated,
+    and other arrays have the specs of their kind of memory.
 
     Args:
         memory: the kinds of memory.
@@ -297,9 +312,10 @@ def state_specs(memory: Iterable[MemoryKind]) -> DeviceState:
 
 
 def release(state: DeviceState | None, error: Exception | None) -> None:
-    """Wait for running steps and clear an error's frames, which hold the memory of a state.
+    """Wait until the device has computed `state`, so that its memory is free for a new state.
 
-    The memory is then free for another state.
+    The frames of the error's traceback, which hold arrays of the state, are cleared. Errors of
+    running steps are ignored.
     """
     if error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -63,10 +63,13 @@ def model_step(
             per call.
         state: the device state, donated.
         batch: the inputs of the step.
-        options: static. `decode_only`: every row has one token. `greedy`: every row takes its
-            most likely token (see `is_greedy`), unless `choose_tokens` follows. `keeps_logits`:
-            the output contains the inputs of `choose_tokens` and `score_positions`.
-            `implementation`: the choice of attention and product kernels.
+        options: static. `decode_only`: every row has one token. `greedy`: every row takes its most
+            likely token (see `is_greedy`), unless `choose_tokens` follows. `keeps_logits`: the
+            output contains the inputs of `choose_tokens` and `score_positions`. `implementation`:
+            the choice of attention and product kernels.
+
+    Returns:
+        The new device state, and the sampled tokens with the requested log-probabilities.
     """
     state, page_table = with_new_pages(state, batch)
     return _take_step(graphdef, treedef, leaves, state, batch, page_table=page_table, **options)
@@ -75,10 +78,9 @@ def model_step(
 def with_new_pages(
     state: DeviceState, batch: StepBatch[Array]
 ) -> tuple[DeviceState, Int32[Array, "R M"]]:
-    """Write a launch's new pages into the page table.
+    """Write a launch's new pages into the page table of the device state.
 
-    Returns:
-        The new state, and the rows of the page table that the launch reads.
+    The result is the new state, and for each row of the launch its row of the page table.
     """
     table = put_pages(state.page_table, batch.page_places, batch.page_ids)
     return replace(state, page_table=table), table.at[batch.slots].get(mode="clip")
@@ -158,14 +160,16 @@ def choose_tokens(
     batch: StepBatch[Array],
     columns: Columns,
 ) -> tuple[Int32[Array, " slots_plus_1"], SamplerState, StepOutput]:
-    """Sample the next token of each row after a step that took the most likely tokens.
+    """Sample the next token of each row from the logits of a launch without a sampler.
+
+    The result is the new `last_token`, the new `sampler`, and the sampled tokens.
 
     Args:
         last_token: the newest token of each slot, donated.
         sampler: the sampler state, donated.
         logits: the logits of each row's last token.
         batch: the inputs of the step, of which only the rows are read.
-        columns: static, the columns of the logits.
+        columns: static, the division of the logits over devices.
     """
     token_ids = sample(logits, batch, sampler, columns=columns)
     indices = jnp.maximum(token_ids, 0)
@@ -185,11 +189,11 @@ def score_positions(
     *,
     implementation: str,
 ) -> DeviceLogprobs:
-    """Compute the log-probability of each token's successor in a step, where requested.
+    """Compute for each token of a step the log-probability of the next token (`position_logprobs`).
 
     Args:
         graphdef, treedef, leaves: the model, see `model_step`.
-        output: the output of the step, with the sampled tokens.
+        output: the output of the step, with hidden states, logits and sampled tokens.
         null_slot: static, the number of the null slot.
         batch: the inputs of the step.
         implementation: static, the choice of kernels.
@@ -214,14 +218,14 @@ def project_positions(
     count: int,
     implementation: str,
 ) -> Float[Array, "count V"]:
-    """Compute the logits at successive positions of a step, for prompts that the host scores.
+    """Compute the logits [count, V] after successive tokens of a step, which the host then scores.
 
     Args:
         graphdef, treedef, leaves: the model, see `model_step`.
         hidden: the hidden states of the step.
-        start: the first position. It is reduced if fewer than `count` positions follow.
+        start: index of the first token. It is reduced if fewer than `count` tokens follow.
         num_tokens: the number of rows of `hidden` without padding.
-        count: static, the number of positions.
+        count: static, the number of tokens.
         implementation: static, the choice of kernels.
     """
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
@@ -259,8 +263,8 @@ def decode_steps(
 ) -> tuple[DeviceState, StepOutput]:
     """Run several decode steps in one launch, each with the tokens that the previous step sampled.
 
-    A row is active until a token ends it or its logits are not finite. Inactive rows write no
-    cell of the cache, and the launch ends when no row is active. Each step is equal to a single
+    A row is active until a token ends it or its logits are not finite. Inactive rows write no cell
+    of the KV cache, and the launch ends when no row is active. Each step is equal to a
     `model_step`, so the number of steps per launch does not change results.
 
     Args:

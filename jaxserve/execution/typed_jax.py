@@ -18,7 +18,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class Cond(Protocol):
-    """`lax.cond`."""
+    """Call signature of `lax.cond`, for type checkers."""
 
     def __call__(
         self,
@@ -31,7 +31,7 @@ class Cond(Protocol):
 
 
 class ForiLoop(Protocol):
-    """`lax.fori_loop`."""
+    """Call signature of `lax.fori_loop`, for type checkers."""
 
     def __call__(
         self,
@@ -46,7 +46,7 @@ class ForiLoop(Protocol):
 
 @runtime_checkable
 class Device(Protocol):
-    """A device of jaxlib, which has no annotations."""
+    """Type of a JAX device: the attributes that jaxserve reads."""
 
     platform: str
     device_kind: str
@@ -60,7 +60,7 @@ fori_loop: ForiLoop = lax.fori_loop
 
 
 class HostDevice(Device, Protocol):
-    """A device of any host of the engine."""
+    """Type of a JAX device with the index of its host's process."""
 
     process_index: int
 
@@ -71,13 +71,13 @@ def all_devices() -> list[HostDevice]:
 
 
 def devices() -> list[Device]:
-    """Return the devices of JAX's default backend in this process."""
+    """Return the devices of JAX's default backend that belong to this process."""
 
     return jax.local_devices()
 
 
 class CompileCounter:
-    """A counter of the programs that JAX compiles in this process.
+    """Counts the programs that JAX compiles in this process.
 
     Attributes:
         num_compiles: the number of compilations since the counter was created.
@@ -93,7 +93,7 @@ class CompileCounter:
             self.num_compiles += 1
 
     def close(self) -> None:
-        """Stop counting. Idempotent."""
+        """Stop counting compilations, and unregister the listener from JAX. Idempotent."""
         listener, self._listener = self._listener, None
         if listener is not None:
             jax.monitoring.unregister_event_duration_listener(listener)

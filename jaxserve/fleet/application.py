@@ -41,7 +41,15 @@ _CLOSING_SECONDS = 5.0
 
 @serve.ingress()
 class Replica:
-    """The deployment class of a replica, with the arguments of `ReplicaServer` except `rank`."""
+    """The Ray Serve deployment class of a replica: the models and the application of a server.
+
+    The constructor loads the models in this process. With several hosts per replica, this process
+    is the leader, and the constructor also starts the followers (`Gang`).
+
+    Args:
+        secret: secret of the fleet, for the keys of pages and digests.
+        reports_prefixes: report the served prefixes to routers.
+    """
 
     def __init__(
         self,
@@ -66,19 +74,25 @@ class Replica:
         )
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Return the ASGI application, which Serve calls in this process."""
+        """Return the ASGI application of the replica, which Ray Serve calls."""
         return self._server.app
 
     def check_health(self) -> None:
-        """Raise EngineDead if an engine has ended or stalled. Serve then replaces the replica."""
+        """Raise EngineDead if an engine has ended or stalled.
+
+        Ray Serve then replaces the replica.
+        """
         self._server.check()
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Return the load and the prefixes of this replica, which Serve sends to its routers."""
+        """Return the replica's load and cached prefixes, which Ray Serve sends to routers."""
         return self._server.routing_stats()
 
     def __del__(self) -> None:
-        """Free the device. Serve calls this after the last request has ended."""
+        """Close the server and its followers, and free the device.
+
+        Ray Serve calls this method after the last request has ended.
+        """
         server = getattr(self, "_server", None)
         if server is not None:
             server.close()
@@ -90,7 +104,7 @@ class Replica:
 def make_application(
     specs: list[ModelSpec], config: ServerConfig, fleet: FleetConfig
 ) -> serve.Application:
-    """Return the application for `serve.run`. Ray must be running.
+    """Return the Ray Serve application of all replicas, for `serve.run`. Ray must be running.
 
     Raises:
         InvalidRequest: a setting is not supported with replicas, or the cluster lacks resources.
@@ -150,7 +164,16 @@ def _check_proxy(config: ServerConfig, is_routed: bool) -> None:
 
 
 def _place(resources: dict[str, Any], nnodes: int) -> dict[str, Any]:
-    """Return Serve's options for a placement group with a bundle for each host of a replica."""
+    """Return the options of a deployment whose replicas have several hosts, or {} for one host.
+
+    The options request a placement group, with one bundle of resources for each host of a replica.
+
+    Args:
+        resources: resources of each host, as actor options of Ray.
+
+    Raises:
+        InvalidRequest: the resources are empty.
+    """
     if nnodes == 1:
         return {}
     named = resources_from_ray_options({"num_cpus": 1, **resources})

@@ -29,17 +29,24 @@ _MOST_REQUESTS = 10_000
 
 
 class PrefixRouter(RequestRouter):
-    """A router of Ray Serve that follows `PrefixPolicy`. A request has its digests as argument.
+    """A request router of Ray Serve that chooses replicas by `PrefixPolicy`.
 
-    Serve passes the reports of replicas (`record_routing_stats`) with the list of replicas.
+    The first argument of a routed call is the list of the request's prefix digests. Ray Serve
+    passes the reports of the replicas (`record_routing_stats`) with the list of replicas.
     """
 
     def initialize_state(self, slots: int = 1, **_: Any) -> None:
-        """Create the policy. Serve passes the arguments in `PrefixChoice.router_config`."""
+        """Create the policy for replicas with this number of slots.
+
+        Ray Serve passes `request_router_kwargs` as arguments.
+        """
         self._policy: PrefixPolicy[ReplicaID] = PrefixPolicy(slots)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Pass the running replicas and their reports to the policy."""
+        """Pass the list of running replicas and their newest reports to the policy.
+
+        Ray Serve calls this method when the list or a report has changed.
+        """
         super().update_replicas(replicas)
         self._policy.keep(replica.replica_id for replica in replicas)
         for replica in replicas:
@@ -52,7 +59,8 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return the candidate replicas in order of preference for a request, in lists of one.
 
-        Ray Serve sends the request to the first. The policy records this choice.
+        The first argument of `pending_request` is the list of digests. Ray Serve sends the request
+        to the first replica, and the policy records this choice.
         """
         args = [] if pending_request is None else pending_request.args
         digests = args[0] if args and isinstance(args[0], list) else []
@@ -65,9 +73,10 @@ class PrefixRouter(RequestRouter):
 
 @serve.ingress()
 class PrefixChoice:
-    """Deployment that names the replica to which HAProxy sends a request, by `PrefixRouter`.
+    """A Ray Serve deployment that tells HAProxy to which replica it must send a request.
 
-    Without a replica it answers 503, and so does HAProxy.
+    The replica is chosen by `PrefixRouter` from the body of the request. Without a replica the
+    answer has status 503, and so has HAProxy's answer.
 
     Args:
         secret: secret of the fleet, with which digests are computed.
@@ -81,7 +90,10 @@ class PrefixChoice:
 
     @staticmethod
     def router_config(slots: int) -> RequestRouterConfig:
-        """Return the configuration that gives the deployment of replicas a `PrefixRouter`."""
+        """Return the configuration with which the deployment of replicas uses a `PrefixRouter`.
+
+        `slots` is the number of requests that a replica runs at once.
+        """
         settings: dict[str, Any] = {
             "request_router_class": f"{PrefixRouter.__module__}.{PrefixRouter.__name__}",
             "request_router_kwargs": {"slots": slots},
@@ -91,7 +103,7 @@ class PrefixChoice:
 
     @staticmethod
     def bind_to(replicas: serve.Application, secret: bytes) -> serve.Application:
-        """Return this deployment as an application over the replicas."""
+        """Return this deployment as a Ray Serve application that chooses among `replicas`."""
         deployment = serve.deployment(
             PrefixChoice,
             name=NAME,
@@ -103,16 +115,17 @@ class PrefixChoice:
         return deployment.bind(replicas, secret)
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Return an ASGI application that answers only POST /internal/route, with `choose`.
+        """Return an ASGI application that answers POST /internal/route with `choose`.
 
-        Serve calls it in this process.
+        Ray Serve calls the application in this process. Any other path gets 404.
         """
         return Starlette(routes=[Route("/internal/route", self.choose, methods=["POST"])])
 
     async def choose(self, request: Request) -> Response:
-        """Answer with host, port and name of the replica for the body of a request.
+        """Answer with JSON of host, port and name of the replica for the request in the body.
 
-        No slot of the replica is reserved, because HAProxy sends the request itself.
+        No slot of the replica is reserved, because HAProxy sends the request itself. The answer has
+        status 503 if no replica is ready.
         """
         digests = digests_of(await request.body(), self._secret)
         try:
@@ -132,11 +145,11 @@ _replica: Any = serve_replica
 
 
 def keep_to_loopback() -> None:
-    """Make Serve bind the port of this process's replica to the loopback address.
+    """Make Ray Serve bind the internal port of this process's replica to the loopback address.
 
-    Without this, Serve opens the port on all interfaces, without a check of Ray's token. In a
-    cluster of several machines it does so anyway, because other machines call the replica. Call
-    this before Serve opens the port. Idempotent.
+    Without this, Ray Serve opens the port on all interfaces, without a check of Ray's token. In a
+    cluster of several machines the call has no effect, because other machines call the replica. It
+    must precede the opening of the port. Idempotent.
     """
     add = _replica.add_port_to_grpc_server
     if ray.util.get_node_ip_address() != LOOPBACK or add.__name__ == "add_local_port":

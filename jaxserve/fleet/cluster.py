@@ -42,7 +42,10 @@ def serve_fleet(
     say: Callable[[str], None],
     check: Callable[[], None],
 ) -> int:
-    """Run replicas until SIGTERM or an interrupt, then let them finish their requests.
+    """Run replicas on Ray Serve until SIGTERM or an interrupt, then let them finish their requests.
+
+    The cluster of `fleet.ray_address` is joined. Without an address, a cluster on this machine is
+    started and ended.
 
     Args:
         config: settings of the server of each replica. Host and port are of the fleet.
@@ -87,7 +90,7 @@ def serve_fleet(
 
 
 class _Ended:
-    """Listener for signals that end the command."""
+    """A listener for SIGTERM and SIGINT. `has_come` is True after the first signal."""
 
     def __init__(self) -> None:
         self.has_come = False

@@ -16,15 +16,20 @@ _OWN = "/-/"
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middleware for Serve's proxy, which finds this function by its name."""
+    """Return the middleware of Ray Serve's HTTP proxy, a list with `Front`.
+
+    Ray Serve finds this function by its name, from an environment variable.
+    """
     return [Middleware(Front)]
 
 
 class Front:
-    """ASGI middleware of Serve's proxy that sends a request again if its replica has died.
+    """ASGI middleware of Ray Serve's proxy that sends a request again if its replica has died.
 
-    The proxy returns without an answer in this case. The request is sent to another replica, once.
-    After the first byte of an answer it is not sent again, and the client sees a broken stream.
+    The proxy returns without an answer in this case. The request is then sent to another replica,
+    once, and the client gets an error 503 if that fails, too. After the first byte of an answer the
+    request is not sent again, and the client sees a broken stream. Errors of Ray Serve itself are
+    converted to OpenAI's form.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -49,10 +54,12 @@ class Front:
 
 
 class _StoredBody:
-    """The body of a request, stored until the answer begins.
+    """The body of an HTTP request, whose ASGI messages are stored so that it can be sent again.
+
+    A body above `MOST_KEPT_BYTES` is not stored.
 
     Attributes:
-        can_be_sent_again: whether all received messages are stored
+        can_be_sent_again: whether all received messages are stored and the client is connected.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -67,7 +74,7 @@ class _StoredBody:
         return self._size <= MOST_KEPT_BYTES and not self.is_gone
 
     async def receive(self) -> Message:
-        """Return the next stored message, or else receive one."""
+        """Return the body's next ASGI message: a stored one after `rewind`, else a new one."""
         if self._next < len(self._kept):
             self._next += 1
             return self._kept[self._next - 1]
@@ -85,12 +92,16 @@ class _StoredBody:
         return message
 
     def rewind(self) -> None:
-        """Let `receive` start again with the first stored message."""
+        """Make `receive` return the stored messages again, from the first one."""
         self._next = 0
 
 
 class _FrontAnswer:
-    """The answer of a request. Errors of Serve itself are converted to OpenAI's form."""
+    """The answer to an HTTP request, in which Ray Serve's own errors get OpenAI's form.
+
+    Attributes:
+        is_started: whether a replica or Ray Serve has begun to answer.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -98,7 +109,11 @@ class _FrontAnswer:
         self.is_started = False  # whether the answer has begun
 
     async def send(self, message: Message) -> None:
-        """Send a message of ASGI to the client, or in place of Serve's error a converted one."""
+        """Send an ASGI message of the answer to the client.
+
+        If the answer is an error of Ray Serve itself, its messages are dropped, and the last one is
+        replaced by an error in OpenAI's form.
+        """
         if message["type"] == "http.response.start":
             self.is_started = True
             self._error = _serve_error(message)

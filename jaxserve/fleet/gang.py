@@ -35,14 +35,20 @@ _POLL_SECONDS = 0.2
 
 
 class GangFollower:
-    """The class of an actor that runs one follower."""
+    """The class of a Ray actor that runs one follower: one host's part of a replica's engine."""
 
     def follow(self, config: EngineConfig, secret: bytes) -> int:
-        """Run this host's part of the engine until the leader ends. Return the number of calls.
+        """Run this host's part of the engine until the leader ends.
 
         Args:
             config: settings of this host, without the secret.
             secret: secret of the gang. It is in a file until the leader serves.
+
+        Returns:
+            The number of calls of programs that this host ran.
+
+        Raises:
+            ChannelError: the connection to the leader is lost.
         """
         prepare_process()
         log_json()
@@ -53,7 +59,14 @@ class GangFollower:
 
 
 class Gang:
-    """The followers of a replica, which the process of the replica starts and ends."""
+    """The followers of a replica with several hosts: Ray actors, one for each further host.
+
+    The constructor starts the actors in the bundles of the replica's placement group.
+
+    Attributes:
+        config: settings of the leader, with its address and a free port.
+        secret: random bytes with which the hosts authenticate each other.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         address = ray.util.get_node_ip_address()
@@ -71,9 +84,9 @@ class Gang:
             self._ends[follow] = rank
 
     def lead(self, load: Callable[[], Any]) -> Any:
-        """Call `load`, which loads the leader's part, and return its result.
+        """Call `load` in a thread while the followers are watched, and return its result.
 
-        On an error all followers are ended.
+        `load` loads the leader's part of the engine. On an error all followers are ended.
 
         Raises:
             DeviceError: a follower has ended. The message has its error.
@@ -99,7 +112,7 @@ class Gang:
             raise
 
     def close(self) -> None:
-        """Kill the processes of the followers. Idempotent."""
+        """Kill the actors of the followers. Later calls have no effect."""
         actors, self._actors = self._actors, []
         for actor in actors:
             ray.kill(actor)
@@ -131,7 +144,7 @@ def _in_bundle(group: Any, rank: int) -> Any:
 
 
 def _free_ports(address: str) -> int:
-    """Return a free port of this host, such that the next port is free, too."""
+    """Return a port of this host at `address` that is free, and whose successor is free, too."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     while True:
         with socket.create_server((address, 0), family=family) as first:

@@ -29,7 +29,7 @@ _OF_A_GANG = ("node_rank", "master_addr", "master_port", "nodes_secret")
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """Settings of replicas. Names follow vLLM and Ray.
+    """Settings of replicas of the server on Ray Serve. Names follow vLLM and Ray.
 
     Args:
         data_parallel_size: number of replicas of the server behind one address.
@@ -47,7 +47,7 @@ class FleetConfig:
             "prefix" needs RAY_SERVE_ENABLE_HA_PROXY=1.
 
     Raises:
-        InvalidRequest: (a ValueError) on construction, names the field.
+        InvalidRequest: (a ValueError) on construction. The error names the invalid field.
     """
 
     data_parallel_size: int = 1
@@ -91,7 +91,7 @@ class FleetConfig:
             exact_int(scaling.get(name, 1), f"autoscaling_config.{name}", 0, MAX_REPLICAS)
 
     def is_fleet(self, nnodes: int = 1) -> bool:
-        """Return whether these settings need Ray Serve."""
+        """Return whether the settings, with `nnodes` hosts per engine, need Ray Serve."""
         return (
             self.data_parallel_size > 1
             or (nnodes > 1 and self.data_parallel_backend == "ray")
@@ -100,7 +100,7 @@ class FleetConfig:
         )
 
     def most_replicas(self) -> int:
-        """Return the largest number of replicas at once."""
+        """Return the largest number of replicas that can run at once, with autoscaling included."""
         scaling: Any = self.autoscaling_config or {}
         return max(self.data_parallel_size, scaling.get("max_replicas", 1))
 
@@ -108,10 +108,14 @@ class FleetConfig:
 def resources_of(
     fleet: FleetConfig, total: Mapping[str, float], devices: int, nnodes: int = 1
 ) -> dict[str, Any]:
-    """Return the resources of each host of a replica, after a check of the cluster.
+    """Return the Ray resources of each host of a replica, after a check of the cluster.
+
+    The resources are `ray_actor_options`, or by default a CPU, and a GPU for each device if the
+    cluster has GPUs.
 
     Args:
         total: resources of the cluster, by Ray's names.
+        devices: number of devices of a replica.
 
     Raises:
         InvalidRequest: the cluster has too few resources, or a host has fewer GPUs than devices.
@@ -143,7 +147,7 @@ def resources_of(
 
 
 def check_server(config: ServerConfig) -> None:
-    """Check that the settings of a server are supported behind Ray Serve's proxy.
+    """Check that the settings of a server are supported with replicas behind Ray Serve's proxy.
 
     Raises:
         InvalidRequest: names a setting that is not supported.
@@ -158,10 +162,12 @@ def check_server(config: ServerConfig) -> None:
 
 
 def check_gang(engine: Any) -> None:
-    """Check that an engine lacks settings of hosts which each replica chooses itself.
+    """Check that an engine's settings name no address, rank or secret of its hosts.
+
+    With replicas, each replica chooses these settings for its own hosts.
 
     Raises:
-        InvalidRequest: names such a setting.
+        InvalidRequest: such a setting has a value. The error names the setting.
     """
     for field in fields(HostsConfig):
         if field.name in _OF_A_GANG and getattr(engine, field.name) != field.default:
@@ -173,7 +179,9 @@ def check_gang(engine: Any) -> None:
 
 
 def check_cluster(fleet: FleetConfig) -> None:
-    """Check that a process listens at the address of the cluster. Ray itself would wait minutes.
+    """Check that a process listens at the address of the Ray cluster, if HOST:PORT is given.
+
+    Ray itself would wait minutes.
 
     Raises:
         InvalidRequest: the connection is refused or times out.

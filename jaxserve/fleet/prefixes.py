@@ -26,10 +26,13 @@ _PROMPTS = ("messages", "prompt", "input")
 
 
 def digests_of(body: bytes, secret: bytes) -> list[int]:
-    """Return the digests of all prefixes of a request's prompt that are whole blocks.
+    """Return the digests of the prompt in a request's body, one for each prefix of whole blocks.
+
+    A block has `BLOCK_BYTES` bytes. The list is empty for a shorter prompt or a body without a
+    prompt. The prompt includes model, cache salt, tools and system text.
 
     Args:
-        body: JSON of a request to an endpoint that generates tokens. Other bodies have no digests.
+        body: JSON of a request to an endpoint that generates tokens.
         secret: key of the digests, so that they cannot be used to guess prompts.
     """
     try:
@@ -46,7 +49,7 @@ def digests_of(body: bytes, secret: bytes) -> list[int]:
 
 
 def chained_digests(data: bytes, secret: bytes) -> list[int]:
-    """Return the digests of all prefixes of `data` that are whole blocks."""
+    """Return keyed 64-bit digests of `data`, one for each prefix of whole blocks, in order."""
     state = blake2b(key=secret[:_KEY_BYTES], digest_size=_DIGEST_BYTES, person=b"jaxserve route")
     digests = []
     for start in range(0, len(data) - BLOCK_BYTES + 1, BLOCK_BYTES):
@@ -56,7 +59,10 @@ def chained_digests(data: bytes, secret: bytes) -> list[int]:
 
 
 def _plain(prompt: Any) -> bytes:
-    """Return a prompt as bytes, such that prompts with equal prefixes have equal prefixes there."""
+    """Return a prompt (text, token ids, messages or a nested list) as bytes for digests.
+
+    Prompts with equal beginnings have bytes with equal beginnings.
+    """
     if isinstance(prompt, str):
         return prompt.encode(errors="replace")
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
@@ -70,9 +76,10 @@ def _plain(prompt: Any) -> bytes:
 
 
 class PrefixRecord:
-    """The prefixes that a replica has served and whose pages its cache still has.
+    """The digests of the prompt prefixes that a replica has served and that its KV cache still has.
 
-    Beyond the size of the cache it drops the least recently used prefixes, as the cache does.
+    Beyond the size of the cache, the least recently used digests are dropped, as the cache drops
+    pages.
 
     Args:
         secret: secret of the fleet, the key of digests.
@@ -85,7 +92,7 @@ class PrefixRecord:
         self._used: OrderedDict[int, None] = OrderedDict()
 
     def add(self, body: bytes) -> None:
-        """Record the digests of the prompt in the body of a request."""
+        """Record the digests of the prompt in the JSON body of a served request."""
         self.add_digests(digests_of(body, self._secret))
 
     def add_digests(self, digests: list[int]) -> None:
@@ -97,17 +104,21 @@ class PrefixRecord:
             self._used.popitem(last=False)
 
     def report(self) -> bytes:
-        """Return the `MOST_DIGESTS` most recently used digests, 8 bytes each."""
+        """Return the most recently used digests as bytes, 8 per digest, at most `MOST_DIGESTS`."""
         return array("Q", islice(reversed(self._used), MOST_DIGESTS)).tobytes()
 
 
 def reported(report: bytes) -> frozenset[int]:
-    """Return the digests in the bytes of a report."""
+    """Return the set of digests in the bytes of `PrefixRecord.report`."""
     return frozenset(array("Q", report))
 
 
 class Recorder:
-    """ASGI middleware that records the prompts of all requests in a `PrefixRecord`."""
+    """ASGI middleware that adds the prompt of each answered request to a `PrefixRecord`.
+
+    Only POST requests whose answer has status 200 are recorded, since a refused prompt is not in
+    the cache.
+    """
 
     def __init__(self, app: ASGIApp, record: PrefixRecord) -> None:
         self._app = app
@@ -141,7 +152,7 @@ LEAST_SHARE = 0.25
 
 @dataclass
 class _Replica:
-    """State of a replica as its reports and the sent requests show it."""
+    """A router's view of one replica: its newest report, and the requests sent to it since."""
 
     report: Any = None
     cached: frozenset[int] = frozenset()  # digests in the last report
@@ -153,7 +164,10 @@ class _Replica:
     blocks: int = 0  # estimated number of blocks that the replica has computed
 
     def matched(self, digests: list[int]) -> int:
-        """Return the number of leading blocks of a prompt that the replica has cached."""
+        """Return the number of leading blocks of a prompt that the replica has cached.
+
+        `digests` has a digest for each block. Prompts of sent requests count as cached.
+        """
         for count, digest in enumerate(digests):
             if digest not in self.cached and digest not in self.sent:
                 return count
@@ -161,7 +175,7 @@ class _Replica:
 
 
 class PrefixPolicy(Generic[Name]):
-    """The policy by which a router chooses a replica.
+    """The policy by which a router chooses the replica for a prompt: cached prefixes, then load.
 
     Candidates are replicas whose load (requests in progress) is at most `MOST_OVER_MEAN` times the
     mean load plus `SLACK_OF_SLOTS` of the slots. The policy takes the candidate with the most
@@ -178,11 +192,14 @@ class PrefixPolicy(Generic[Name]):
         self._replicas: dict[Name, _Replica] = {}
 
     def keep(self, names: Iterable[Name]) -> None:
-        """Forget all replicas except `names`."""
+        """Set the running replicas to `names`, and drop the state of all other replicas."""
         self._replicas = {name: self._replicas.get(name) or _Replica() for name in names}
 
     def report(self, name: Name, stats: dict[str, Any]) -> None:
-        """Update a replica from its report. The same report twice has no effect."""
+        """Update the load and the cached digests of a replica from its report (`routing_stats`).
+
+        An object that was passed before has no effect.
+        """
         replica = self._replicas[name]
         if not stats or stats is replica.report:
             return
@@ -195,7 +212,7 @@ class PrefixPolicy(Generic[Name]):
         replica.load, replica.num_sent = stats["load"], 0
 
     def rank(self, names: Iterable[Name], digests: list[int]) -> list[Name]:
-        """Return the replicas in order of preference for a prompt with these digests."""
+        """Return all named replicas in order of preference for the prompt with these digests."""
         replicas = {name: self._replicas.setdefault(name, _Replica()) for name in names}
         loads = {name: replica.load + replica.num_sent for name, replica in replicas.items()}
         bound = MOST_OVER_MEAN * sum(loads.values()) / max(len(loads), 1) + self._slack
@@ -210,7 +227,10 @@ class PrefixPolicy(Generic[Name]):
         return sorted(replicas, key=order)
 
     def send(self, name: Name, digests: list[int]) -> None:
-        """Record that a request with these digests is sent to a replica."""
+        """Record that a request with these digests is sent to a replica.
+
+        The load of the replica grows by one, and the prompt counts as cached there.
+        """
         replica = self._replicas[name]
         replica.num_sent += 1
         replica.blocks += len(digests) - replica.matched(digests) + 1

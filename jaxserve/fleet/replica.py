@@ -26,13 +26,18 @@ from jaxserve.settings.secret_files import secret_file
 
 
 class ReplicaServer:
-    """The models of a replica and the application that serves them.
+    """The models of one replica, and the ASGI application that serves them.
+
+    The constructor loads the models.
 
     Args:
         secret: secret of the fleet, for the keys of pages and digests.
         rank: number of the replica among the running ones, from 0.
         reports_prefixes: record the served prefixes for a router.
         hosts_secret: secret with which the hosts of the replica authenticate each other, or None.
+
+    Attributes:
+        app: the ASGI application.
 
     Raises:
         CheckpointError, UnsupportedModel, ValueError: see `start.start.load`.
@@ -70,10 +75,10 @@ class ReplicaServer:
         gc.freeze()
 
     def check(self) -> None:
-        """Check that every engine is running and makes progress.
+        """Check that every engine of the replica is running and makes progress.
 
         Raises:
-            EngineDead: an engine has ended or stalled.
+            EngineDead: an engine has ended, or has made no progress for `health_timeout` seconds.
         """
         for model in self._models.all:
             if not model.llm.is_alive():
@@ -83,21 +88,27 @@ class ReplicaServer:
                 raise EngineDead(f"the engine of {model.name} has not moved for {seconds:.0f} s")
 
     def routing_stats(self) -> dict[str, Any]:
-        """Return load and cached prefixes for routers, or an empty dict without a record."""
+        """Return the load and the cached prefixes of this replica, by name, for routers.
+
+        "load" is the number of requests in progress, and "prefixes" the bytes of
+        `PrefixRecord.report`. The dict is empty if prefixes are not recorded.
+        """
         if self._record is None:
             return {}
         live = sum(model.admission.num_live for model in self._models.all)
         return {"load": live, "prefixes": self._record.report()}
 
     def close(self) -> None:
-        """End all requests and free the device."""
+        """End all requests of the replica, close its models, and free the device."""
         self._models.close()
         if self._tracer is not None:
             self._tracer.close()
 
 
 def _of_rank(spec: ModelSpec, keys: Path, hosts: Path | None, ranks_before: int) -> ModelSpec:
-    """Return the specification of a model for one replica.
+    """Return a copy of a model's specification with the settings of one replica.
+
+    These are the secret files and the endpoints of KV events, which differ between replicas.
 
     Args:
         hosts: file with the secret of the replica's hosts, or None.

@@ -59,9 +59,9 @@ _rope_kv_write = jax.jit(rope_kv_write, static_argnames=("dtype", "implementatio
 class Attention(nnx.Module):
     """Grouped-query attention: project, rotate, write K and V to the cache, attend, project back.
 
-    The fused projection is `[D, K, G + 2, H]`: for each kv head its G query heads, then its key,
-    then its value. Splitting the projection over the kv heads keeps every head on the device that
-    has the cache pages it reads.
+    The fused projection is `[D, K, G + 2, H]`: hidden size, kv heads, and for each kv head its G
+    query heads, then its key, then its value, all of size H. Splitting the projection over the kv
+    heads keeps every head on the device that has the cache pages it reads.
     """
 
     def __init__(
@@ -127,15 +127,21 @@ class Attention(nnx.Module):
         kv: KVPages,
         kernel: str = "xla",
     ) -> tuple[Float[Array, "*parts T D"], KVPages]:
-        """Attend from every token to the cache of its row, which includes the tokens of this step.
+        """Attend causally from every token to the cached keys and values of its own sequence.
 
-        Writes keys and values to the cache first. Queries and keys are rotated only if `cos_sin` is
-        given.
+        The keys and values of this step are written to the cache first. Queries and keys are
+        rotated only if `cos_sin` is given.
+
+        Args:
+            x: normalized input of the layer, [T, D].
+            cos_sin: cosines and sines of the rotary embedding, or None.
+            step: the ragged batch of this step.
+            kv: cache pages of this layer.
+            kernel: name of the kernel that adds the result to the residual stream.
 
         Returns:
-            The projected result, which may be partial sums [parts, T, D] if the kernel that adds
-            the result to the residual stream accepts them (see `matmul_to_add`), and the updated
-            cache pages.
+            The projected output, [T, D], or partial sums [parts, T, D] if `kernel` accepts them
+            (see `matmul_to_add`), and the updated cache pages.
         """
         num_tokens, group = x.shape[0], self.group
         qkv, gate = self._with_gates(x)
@@ -177,8 +183,8 @@ class Attention(nnx.Module):
         """Compute the queries of this step, and write its keys and values to their cache pages.
 
         Returns:
-            The queries, the updated pages, and counters for the attention kernel if the fused
-            kernel allocated them (else None).
+            The queries [T, N, H] (normalized and rotated), the updated pages, and the counters that
+            the fused kernel allocated for the attention kernel (None without the fused kernel).
         """
         can = self.growth is None and (self.query_norm is None or not self.query_norm.is_centered)
         if can:
@@ -210,9 +216,11 @@ class Attention(nnx.Module):
         kernel: str,
         qkv: Float[Array, "T K G_plus_2 H"] | None,
     ) -> tuple[Float[Array, "T N H"], KVPages, Int32[Array, " counters"]]:
-        """Do the work of `_placed` with the projection and one fused kernel, named `kernel`.
+        """Compute the queries, and cache the keys and values, with one fused kernel (`kernel`).
 
-        The fused kernel adds the bias, normalizes, rotates, and writes to the cache.
+        The QKV projection precedes the kernel, which adds the bias, normalizes and rotates queries
+        and keys, and writes keys and values to their cache pages. The results are those of
+        `_placed`.
         """
         options: dict[str, Any] = {"interleaved": self.interleaved, **self._scales(kv)}
         weights, bias = None if self.qkv is None else self.qkv[...], value_of(self.qkv_bias)
@@ -250,7 +258,16 @@ class Attention(nnx.Module):
         step: PagedStep,
         arrivals: Int32[Array, " counters"] | None,
     ) -> Float[Array, "T N H"]:
-        """Attend causally from each token to its row's cache pages, within the layer's window."""
+        """Return the attention of each query over the cache pages of its sequence, [T, N, H].
+
+        Attention is causal and limited to the layer's window.
+
+        Args:
+            query: queries of this step, rotated.
+            kv: cache pages that include the keys and values of this step.
+            step: the ragged batch of this step.
+            arrivals: counters for the kernel, from `_placed`, or None.
+        """
         options: Any = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
         options |= self._scales(kv)
         if self.context > 1:
@@ -276,11 +293,16 @@ class Attention(nnx.Module):
     def _attend_over_devices(
         self, query: Float[Array, "T N H"], kv: KVPages, step: PagedStep, options: dict[str, Any]
     ) -> Float[Array, "T N H"]:
-        """Attend with the positions of each kv head divided over `context` devices.
+        """Return the attention, [T, N, H], with positions divided over `context` devices.
 
         Each device computes attention for the query heads of its whole group over its own
         positions. An exchange then gives every device all partial results for its own heads, which
         it merges.
+
+        Args:
+            query: queries of this device's own heads.
+            kv: this device's cache pages.
+            options: keyword arguments of `AttentionOptions`.
         """
         axis, sinks = self.axis, value_of(self.sinks)
         assert axis is not None
@@ -312,9 +334,9 @@ class Attention(nnx.Module):
 
 
 def scales_of(kv: KVPages) -> dict[str, Float[Array, "P K S"]]:
-    """Return the scales stored beside int8 cache pages as keyword arguments of attention.
+    """Return the per-token scales of an int8 cache as keyword arguments of attention.
 
-    The dict is empty for a cache without scales for each token.
+    The result is a dict with "k_scale" and "v_scale", or {} for a cache without per-token scales.
     """
     return {"k_scale": kv[2], "v_scale": kv[3]} if len(kv) == 4 else {}
 
@@ -328,8 +350,13 @@ def write_kv(
 ) -> KVPages:
     """Write keys and values to their cache pages and return the updated pages.
 
-    scales: the scales for each kv head, of an fp8 cache. Unused for int8 pages, which have their
-    own scales for each token.
+    Args:
+        new: keys and values of T tokens, each [T, K, H].
+        kv: cache pages of the layer.
+        slot_mapping: cache cell of each token, page * page size + offset, or -1 to write no cell.
+        implementation: implementation of the kernel.
+        scales: "k_scale" and "v_scale" of each kv head of an fp8 cache. Unused for int8 pages,
+            which have their own scales for each token.
     """
     if len(kv) == 4:
         return quantized_kv_write(*new, *kv, slot_mapping, implementation=implementation)
@@ -343,7 +370,15 @@ def _mean_squares(
     dtype: DTypeLike,
     norms: tuple[Norm, Norm],
 ) -> Float[Array, "T 2"]:
-    """Return the mean squares over all heads of each token's queries and of its keys, [T, 2]."""
+    """Return the mean square of each token's queries over all heads, and of its keys, [T, 2].
+
+    Args:
+        qkv: result of the fused projection, [T, K, G + 2, H], or its partial sums.
+        bias: bias to add to partial sums, or None.
+        num_tokens: T.
+        dtype: the dtype to which the projection is rounded first.
+        norms: the norms of queries and keys, which average over devices.
+    """
     exact = accumulator(dtype)
     if qkv.ndim == 5:
         qkv = qkv.sum(axis=0)[:num_tokens]
@@ -367,12 +402,12 @@ def _growth(
 def rotate(
     x: Float[Array, "T N H"], cos_sin: CosSin, interleaved: bool = False
 ) -> Float[Array, "T N H"]:
-    """Rotate pairs of dimensions (i, i + pairs), which is the order of Llama's weights.
+    """Return x with its pairs of dimensions rotated (rotary position embedding), in x's dtype.
 
-    If the rotary embedding covers fewer than H dimensions, it rotates the first ones and leaves the
-    rest unchanged. With `interleaved`, the inputs pair neighbouring dimensions (2i, 2i + 1). The
-    result always has the order of halves: scores depend only on queries and keys having the same
-    order.
+    The pairs are dimensions (i, i + pairs), the order of Llama's weights. With `interleaved`, the
+    input has the pairs (2i, 2i + 1), but the result has the order of Llama, which is correct if
+    queries and keys have the same order. Dimensions of a head after the rotated ones stay
+    unchanged.
     """
     cos, sin = (part[:, None] for part in cos_sin)
     pairs = cos.shape[-1]

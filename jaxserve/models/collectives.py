@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def summed(x: Shaped[Array, "*sizes"], split: Split) -> Shaped[Array, "*sizes"]:
-    """Return the sum of x over the devices of a split, on each device (x itself on one)."""
+    """Return the sum of x over the devices of a split, on every device (x itself on one device)."""
     if split.axis is None:
         return x
     return sum_over_devices(x, split.axis) if split.sum_kernel else lax.psum(x, split.axis)
 
 
 def summed_few(x: Shaped[Array, "*sizes"], axis: str) -> Shaped[Array, "*sizes"]:
-    """Return the sum over devices of a small array, for which there is no kernel of our own."""
+    """Return the sum of a small array x over the devices of a mesh axis, always by XLA's psum."""
     return lax.psum(x, axis)
 
 
@@ -41,21 +41,30 @@ def axis_size(axis: str) -> int:
 
 
 def of_all(x: Shaped[Array, "*sizes"], axis: str, tiled: bool = False) -> Shaped[Array, ...]:
-    """Gather x from all devices of `axis`, stacked, or concatenated along axis 0 if `tiled`."""
+    """Gather x from all devices of the mesh axis, and return the result on every device.
+
+    The arrays are stacked along a new axis 0, or concatenated along the existing axis 0 if `tiled`.
+    """
     return lax.all_gather(x, axis, axis=0, tiled=tiled)
 
 
 def heads_of_group(x: Shaped[Array, "T n H"], axis: str, size: int) -> Shaped[Array, "T N H"]:
-    """Gather x from the `size` adjacent devices of this device's group, concatenated over heads."""
+    """Gather x, [T, n, H], from this device's group, and concatenate it over heads to [T, N, H].
+
+    Args:
+        x: array of this device's n heads.
+        axis: mesh axis.
+        size: number of adjacent devices in a group. N is n * size.
+    """
     groups = _groups(axis, size)
     return lax.all_gather(x, axis, axis=1, tiled=True, axis_index_groups=groups)
 
 
 def parts_of_group(x: Shaped[Array, "T N S"], axis: str, size: int) -> Shaped[Array, "size T n S"]:
-    """Exchange partial results within this device's group of `size` adjacent devices.
+    """Exchange partial results within this device's group of `size` adjacent devices (all-to-all).
 
-    x: this device's part of the result for all N heads of the group. Returns [size, T, n, S]: the
-    parts of all devices of the group for this device's n heads.
+    x is this device's partial result [T, N, S] for all N heads of the group. Returns [size, T, n,
+    S]: the partial results of all devices of the group for this device's n heads.
     """
     parts = x.reshape(x.shape[0], size, -1, x.shape[-1])
     groups = _groups(axis, size)
@@ -67,5 +76,8 @@ def _groups(axis: str, size: int) -> list[list[int]]:
 
 
 def rows_for_columns(x: Shaped[Array, "R V"], axis: str) -> Shaped[Array, "r V_of_all"]:
-    """Exchange a column shard of all rows for all columns of a shard of the rows."""
+    """Exchange [R, V], this device's columns of all rows, for all columns of this device's rows.
+
+    The all-to-all over the mesh axis returns [R / devices, V * devices].
+    """
     return lax.all_to_all(x, axis, split_axis=0, concat_axis=1, tiled=True)

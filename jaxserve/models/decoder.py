@@ -80,6 +80,9 @@ class DecoderLayer(nnx.Module):
         Args:
             residual: the residual stream. Its update is the result of the previous layer's MLP; the
                 first layer has none.
+            cos_sin: cosines and sines of the rotary embedding, or None for no rotation.
+            step: the ragged batch of this step.
+            kv: the layer's cache pages.
 
         Returns:
             The residual stream with this layer's update, and the cache pages and states with this
@@ -150,21 +153,22 @@ def run_layer(
     a ninth.
 
     Returns:
-        The results of the layer, and the values that its modules have sown (`CountedRows`).
+        The residual stream and the cache pages that the layer returns, and the row counts that its
+        experts have sown (`CountedRows`).
     """
     layer = nnx.merge(graphdef, parameters)
     return *layer(residual, cos_sin, step, kept), nnx.pop(layer, CountedRows)
 
 
 def scaled(x: Float[Array, "*sizes"], factor: float | Float[Array, ""]) -> Float[Array, "*sizes"]:
-    """Multiply x by a factor in at least float32 and round the product to x's dtype."""
+    """Return x * factor, computed in at least float32 and rounded to x's dtype."""
     if isinstance(factor, float) and factor == 1.0:
         return x
     return (x.astype(accumulator(x.dtype)) * factor).astype(x.dtype)
 
 
 class Decoder(nnx.Module):
-    """A causal language model over a ragged batch of tokens.
+    """A causal language model over a ragged batch of tokens with a paged KV cache.
 
     Parameters: 6 in each layer (1 less with parallel attention and MLP, 2 more with norms before
     and after each of them, 2 more with query and key norms, 1 more with each bias, others with
@@ -190,10 +194,14 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
     ) -> tuple[Float[Array, "T D"], list[KVPages]]:
-        """Return hidden states after the final norm, and the cache pages with this step's K and V.
+        """Return all tokens' hidden states after the final norm, [T, D], and the updated cache.
 
-        kv: the cache pages of each layer. The layers are unrolled: a scan would copy the whole
-        cache, or every layer's weights, in each step.
+        The layers are unrolled: a scan would copy the whole cache, or every layer's weights, in
+        each step.
+
+        Args:
+            tokens: token ids of the step.
+            kv: the cache pages of each layer. The returned pages include this step's K and V.
         """
         kept, _, hidden = self.advance(tokens, step, [Kept(pages) for pages in kv])
         return hidden, [layer.pages for layer in kept]
@@ -244,10 +252,14 @@ class Decoder(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
     ) -> Float[Array, "R V"]:
-        """Return the logits of the next token for each hidden state, in at least float32.
+        """Return the logits of the next token for each hidden state, [R, V], in at least float32.
 
-        Rows from `num_rows` on are padding and their logits are undefined. If the vocabulary is
-        sharded over devices, this method returns the logits of this device's shard.
+        The model's factors and cap of the logits are applied. If the vocabulary is sharded over
+        devices, V is the size of this device's shard.
+
+        Args:
+            hidden: hidden states after the final norm, [R, D].
+            num_rows: number of real rows, by default all. The logits of later rows are undefined.
         """
         with jax.named_scope("logits"):
             logits, scales = self.embedding.logits(hidden, num_rows), self.config.scales

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 
 def balanced_places(load: Sequence[float], devices: int, places: int) -> tuple[int, ...]:
-    """Return the expert in each place of a layer, ordered by device, with equally many on each.
+    """Return the expert in each place of a layer, by greedy balancing of the devices' loads.
 
-    Replicas are given one by one to the expert with the highest load for each of its places. The
-    heaviest places are then assigned first, each to the device with the least load. No device gets
-    the same expert twice.
+    The places are ordered by device, and each device has the same number of places. Replicas are
+    given one by one to the expert with the highest load for each of its places. The heaviest places
+    are then assigned first, each to the device with the least load. No device gets the same expert
+    twice.
 
     Args:
         load: load of each expert, in any unit.
@@ -46,11 +47,15 @@ def balanced_places(load: Sequence[float], devices: int, places: int) -> tuple[i
 def spread(
     each: Sequence[float], copies: Sequence[int], devices: int, room: int
 ) -> list[list[int]]:
-    """Return the experts of each device: exactly `room` on each, without repeats.
+    """Return the experts of each device, balanced by load: exactly `room` on each, without repeats.
+
+    The places with the highest load are assigned first, each to the device with the least load.
 
     Args:
         each: load of one place of each expert.
         copies: number of places of each expert, at most `devices`; their sum is `devices * room`.
+        devices: number of devices.
+        room: number of places on each device.
     """
     assigned: list[list[int]] = [[] for _ in range(devices)]
 
@@ -76,9 +81,11 @@ def spread(
 
 
 def place_tables(config: ModelConfig) -> list[np.ndarray] | None:
-    """Return a table int32[E, W] for each layer: each expert's number of places, then the places.
+    """Return for each layer a table int32[E, W] of the places of its E experts.
 
-    Returns None if experts have no places. The table of a layer without experts is empty.
+    Column 0 of a table is the number of places of the expert, and the next columns are the numbers
+    of these places, followed by zeros. The table of a layer without experts has no rows. Returns
+    None if the split of the model assigns no places.
     """
     split, experts = config.split, config.experts
     if experts is None or not split.places:
@@ -95,7 +102,10 @@ def place_tables(config: ModelConfig) -> list[np.ndarray] | None:
 
 
 def place_counts(config: ModelConfig) -> tuple[int, ...]:
-    """Return the numbers of layers with experts and of places on each device, or ()."""
+    """Return (number of layers with experts, number of places of a layer on each device).
+
+    Returns () if the split of the model assigns no places to experts.
+    """
     split = config.split
     if not split.places:
         return ()
@@ -105,16 +115,16 @@ def place_counts(config: ModelConfig) -> tuple[int, ...]:
 def chosen_places(
     chosen: Int32[Array, "T C"], positions: Int32[Array, " T"], places: Int32[Array, "E W"]
 ) -> Int32[Array, "T C"]:
-    """Return, for each expert chosen by a token, the number of one place that holds the expert.
+    """Return one place, by number, for each expert that a token has chosen, [T, C].
 
     An expert with several places takes turns among them by the token's position plus the sum of its
-    experts, so that a token's result does not depend on the batch. The experts are included because
-    the rows of a batch may advance at the same pace, with equal positions.
+    chosen experts' indices, so that a token's result does not depend on the batch. The indices are
+    included because the rows of a batch may advance at the same pace, with equal positions.
 
     Args:
-        chosen: experts of each token.
+        chosen: indices of each token's experts.
         positions: position of each token in its sequence.
-        places: for each expert the number of its places, then their numbers.
+        places: a table of `place_tables`.
     """
     rows = places[chosen]
     turn = (positions + chosen.sum(axis=-1, dtype=jnp.int32))[:, None] % rows[..., 0]

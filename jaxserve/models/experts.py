@@ -36,12 +36,15 @@ if TYPE_CHECKING:
 class CountedRows(nnx.Intermediate):
     """Number of rows that the experts of this device computed, u32, sown by each `SparseMLP`.
 
-    If experts have places, there is a number for each place.
+    If experts have places, the value is an array with the number of rows of each place.
     """
 
 
 class SparseMLP(nnx.Module):
-    """The weighted sum of the chosen experts, each a gated MLP, plus the shared MLP, if any."""
+    """Mixture of experts: the weighted sum of each token's chosen experts, each a gated MLP.
+
+    The shared MLP, if the model has one, is added without a weight.
+    """
 
     def __init__(
         self,
@@ -83,9 +86,10 @@ class SparseMLP(nnx.Module):
         self.shared_gate = weight(rngs, (embed, 1), ("embed", "taps"), dtype) if has_gate else None
 
     def __call__(self, x: Float[Array, "T D"], step: PagedStep) -> Float[Array, "T D"]:
-        """Apply the chosen experts to every token. Padding rows get arbitrary finite results.
+        """Return the output [T, D] of the mixture of experts for every token, in x's dtype.
 
-        If devices have whole experts, the numbers of their rows are sown as `CountedRows`.
+        The output is summed over devices. Padding rows get arbitrary finite results. If each device
+        has whole experts, the numbers of their rows are sown as `CountedRows`.
         """
         with jax.named_scope("router"):
             exact = accumulator(x.dtype)
@@ -180,10 +184,17 @@ def _product(
     sizes: Int32[Array, " E"],
     implementation: str,
 ) -> Float[Array, "A ..."]:
-    """Multiply each row of x, sorted by expert, by its expert's matrix (see `grouped_matmul`).
+    """Multiply each row of x by the matrix of the row's expert (see `grouped_matmul`).
 
-    sizes: number of rows of each expert. The result has x's dtype, or at least float32 if `w` is in
-    panels.
+    Args:
+        x: rows sorted by expert.
+        w: the matrices of all experts, [E, inputs, outputs...], plain or quantized.
+        sizes: number of rows of each expert.
+        implementation: implementation of the kernel.
+
+    Returns:
+        [rows, outputs...], in x's dtype, or in at least float32 if `w` is in panels or rounds its
+        activations.
     """
     if isinstance(w, TokenRounded):
         numbers, scales = rounded_rows(x, w.axis)

@@ -33,7 +33,7 @@ class FamilyTraits:
         gated: a gate for each number of a query head, projected like the query, multiplies the
             result of attention.
         sinks: the softmax of attention includes one learned logit for each query head.
-        overflows_float16: its activations exceed the range of float16.
+        overflows_float16: activations of the models exceed the range of float16.
     """
 
     norms: Literal["before", "after", "around"] = "before"
@@ -55,17 +55,17 @@ LLAMA_TRAITS = FamilyTraits()
 
 @dataclass(frozen=True)
 class Architecture:
-    """One value of `architectures` in config.json.
+    """Rules and traits of one model architecture, a value of `architectures` in config.json.
 
     Attributes:
         config: rules for the fields of config.json.
         weights: function that lists every tensor of a checkpoint with its parameter in the model.
-        traits: differences between its computation and Llama's.
+        traits: differences between the architecture's computation and Llama's.
         aliases: other names in `architectures` for the same computation.
         computed_by: name of the class in Transformers, if it is another architecture's. Files
             written by Transformers have this name.
-        tensors: pairs of a pattern of the checkpoint's tensor names and its replacement, applied in
-            order, that give the names in `weights`.
+        tensors: pairs of a regular expression for a checkpoint's tensor names and its replacement,
+            applied in order, that give the names in `weights`.
     """
 
     config: ConfigRules
@@ -76,7 +76,10 @@ class Architecture:
     tensors: tuple[tuple[str, str], ...] = ()
 
     def traits_of(self, config: ModelConfig) -> FamilyTraits:
-        """Return the traits of one model, whose config may disable query and key norms."""
+        """Return the architecture's traits for one model, without query and key norms if disabled.
+
+        A config disables these norms with the switch that some families have (`use_qk_norm`).
+        """
         if self.config.qk_norm is not None and not config.use_qk_norm:
             return replace(self.traits, qk_norm=None)
         return self.traits
@@ -84,11 +87,11 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Family:
-    """Similar models: their architectures and the rules for their GGUF files.
+    """A family of similar models: their architectures and the rules for their GGUF files.
 
     Attributes:
         architectures: architectures by their names in config.json.
-        gguf: rules by llama.cpp's names, each of which may cover several architectures.
+        gguf: rules by llama.cpp's names of architectures, each of which may cover several of ours.
     """
 
     architectures: Mapping[str, Architecture]

@@ -39,7 +39,11 @@ NORM_EPS = 1e-6  # epsilon of the latents' norms, independent of config.json
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention over a paged cache (see the module docstring)."""
+    """Multi-head latent attention of DeepSeek-V2 over a paged KV cache.
+
+    Queries, keys and values are projected up from latents of low rank, and all heads share the
+    rotated part of the keys. The cache holds the full keys and values of every head.
+    """
 
     def __init__(
         self,
@@ -82,9 +86,18 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: KVPages
     ) -> tuple[Float[Array, "T D"], KVPages]:
-        """Attend from every token to its row's cache, including this step's tokens.
+        """Attend causally from every token to the cached keys and values of its own sequence.
 
-        Writes the keys and values of this step to the cache, and returns the result with the pages.
+        The keys and values of this step are written to the cache first.
+
+        Args:
+            x: normalized input of the layer, [T, D].
+            cos_sin: cosines and sines of the rotary embedding, or None for no rotation.
+            step: the ragged batch of this step.
+            kv: cache pages of this layer.
+
+        Returns:
+            The projected output, [T, D], and the updated cache pages.
         """
         latent = self.latent
         query = self._queries(x)
@@ -125,9 +138,9 @@ class LatentAttention(nnx.Module):
 
 
 def softmax_scale(latent: Latent, rope: Rope) -> float:
-    """Return the factor of attention scores, which is key size ** -0.5 without scaling.
+    """Return the factor of the attention scores of latent attention: (size of a key) ** -0.5.
 
-    YaRN multiplies it by (1 + 0.1 * mscale_all_dim * log(factor)) ** 2.
+    YaRN with `mscale_all_dim` multiplies this by (1 + 0.1 * mscale_all_dim * log(factor)) ** 2.
     """
     scale = latent.key**-0.5
     if isinstance(rope.scaling, YarnScaling) and rope.scaling.mscale_all_dim:

@@ -49,15 +49,15 @@ _add_norm_over_devices = jax.jit(add_norm_over_devices, static_argnames=(*_STATI
 
 
 def norm_options(eps: float, traits: FamilyTraits) -> NormOptions:
-    """Return the options of a family's norms for the kernels."""
+    """Return the options of a norm kernel: `eps`, and the scale offset and rounding of a family."""
     return NormOptions(eps, traits.norm_offset, traits.norm_rounds_last)
 
 
 class Norm(nnx.Module):
     """RMSNorm, x / rms(x) * scale over the last dimensions (Zhang and Sennrich 2019).
 
-    If the traits center norms, x - mean(x) replaces x: LayerNorm without a bias (Ba et al. 2016).
-    The norm covers all dimensions of the scale together, or only its last `over` dimensions.
+    With `traits.norm_centered`, x - mean(x) replaces x: LayerNorm without a bias (Ba et al. 2016).
+    The norm covers the last dimensions of x, as many as the scale has, or only the last `over`.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class Norm(nnx.Module):
         self.copies = 1
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Divide x by rms(x) in at least float32, round to x's dtype as Llama does, then scale.
+        """Return the normalized and scaled x, with the shape and dtype of x.
 
-        With `norm_rounds_last` in the traits, the result is rounded after the scaling instead.
+        x / rms(x) is computed in at least float32, rounded to x's dtype as in Llama, and scaled.
+        With `norm_rounds_last` in the traits, only the scaled result is rounded.
         """
         scale, exact = self.scale[...], accumulator(x.dtype)
         y = x.astype(exact)
@@ -95,17 +96,17 @@ class Norm(nnx.Module):
 
     @property
     def options(self) -> NormOptions:
-        """The options of this norm for kernels, which do not support centering."""
+        """Options of this norm for the norm kernels, which support no centered norm."""
         return norm_options(self.eps, self.traits)
 
     @property
     def is_per_head(self) -> bool:
-        """Whether the norm covers the last dimension only."""
+        """Whether the norm covers only the last dimension of its input, a single head."""
         return self.over == 1
 
     @property
     def is_centered(self) -> bool:
-        """Whether the mean is subtracted."""
+        """Whether the norm subtracts the mean of its input first, as in LayerNorm."""
         return self.traits.norm_centered
 
     def _mean(
@@ -117,7 +118,11 @@ class Norm(nnx.Module):
         return self.over_devices(means)
 
     def over_devices(self, means: Float[Array, "*sizes"]) -> Float[Array, "*sizes"]:
-        """Average the means of all devices, counting each group of equal parts once."""
+        """Average the means of all devices, and return the average on every device.
+
+        Devices in the same group of `copies` have equal means, and each group counts once. If the
+        norm is not divided over devices, `means` is returned unchanged.
+        """
         if self.axis is None:
             return means
         counts = device_index(self.axis) % self.copies == 0
@@ -128,12 +133,12 @@ class Norm(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Residual:
-    """The residual stream, and an update that the next norm adds to it in the same kernel.
+    """The residual stream [T, D], and an update that the next norm kernel adds to the stream.
 
     Attributes:
         stream: the residual stream without `update`.
-        update: result of attention or MLP, perhaps as partial sums (see `linear.matmul_to_add`), or
-            None.
+        update: result of attention or MLP, [T, D] or partial sums [parts, T, D] (see
+            `linear.matmul_to_add`), or None.
         norm_scale: scale of a norm to apply to `update`, or None for no norm.
         factor: factor to apply to `update`.
         axis: mesh axis over which to sum `update` first, or None for no sum.
@@ -146,19 +151,22 @@ class Residual:
     axis: str | None = field(default=None, metadata={"static": True})
 
     def added(self) -> Residual:
-        """Return the residual stream with its update, which has no norm and is a single sum."""
+        """Return a Residual whose stream is `stream` plus `update`, and whose update is None.
+
+        The update must be a single [T, D] with no norm, factor or mesh axis to apply.
+        """
         return self if self.update is None else Residual(self.stream + self.update)
 
     def normed(
         self, norm: Norm | None, options: NormOptions, implementation: str
     ) -> tuple[Residual, Float[Array, "T D"]]:
-        """Add the update, and return the residual stream and its norm.
+        """Return the residual stream with its update added, and the norm of this sum, [T, D].
 
-        One kernel computes both if there is one. Without a norm the stream is returned twice.
+        One kernel computes both where possible. Without a norm the stream is returned twice.
 
         Args:
-            options: options of the norm, and of the norm over the update.
-            implementation: as in `pallas_kernels`.
+            options: options of `norm`, and of the norm of the update.
+            implementation: name of a kernel implementation, as in `pallas_kernels`.
         """
         update = self.update
         is_plain = update is None or (self.norm_scale is None and update.ndim == 2)
@@ -182,8 +190,7 @@ class Embedding(nnx.Module):
     times faster at 2 to 16 rows in float32 on CPU, the same at 1 row, and 0.7 to 1.0 times as fast
     in bfloat16 (D 576-768, V 32-49 thousand). A tied table is therefore `[D, V]` only. A token
     lookup reads a column, which costs 4 us more for each token, 1% to 10% of the gain of the
-    projection at these sizes, and saves the memory of a second copy (a fifth of a 135M-parameter
-    model).
+    projection at these sizes.
     """
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
@@ -195,9 +202,9 @@ class Embedding(nnx.Module):
             self.table = weight(rngs, (vocab, embed), ("vocab", "embed"), dtype, contract=0)
 
     def __call__(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
-        """Return the embeddings of the tokens.
+        """Return the embedding of each token id, [T, D], on every device.
 
-        Ids outside [0, V) are clamped, so callers must refuse them.
+        Token ids outside [0, V) are clamped, so callers must refuse them.
         """
         axis = self.split.axis
         if axis is None:
@@ -220,10 +227,10 @@ class Embedding(nnx.Module):
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
     ) -> Float[Array, "R V"]:
-        """Return the logits of every token, in at least float32, undefined from row `num_rows` on.
+        """Return the logits [R, V] of hidden states [R, D], in at least float32.
 
-        If the vocabulary is sharded over devices, this method returns the logits of this device's
-        shard.
+        Rows from `num_rows` on are padding, and their logits are undefined. If the vocabulary is
+        sharded over devices, V is the size of this device's shard.
         """
         project = self.project[...]
         if num_rows is not None:
@@ -291,9 +298,9 @@ def build_mlp(
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, "SwiGLU"), with gate and up in one product.
+    """Gated MLP, down(silu(gate(x)) * up(x)) (Shazeer 2020), with gate and up in one product.
 
-    Some families have another activation instead of silu.
+    Some families have another activation instead of silu (`traits.activation`).
     """
 
     def __init__(
@@ -319,11 +326,12 @@ class GatedMLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"], kernel: str = "xla", implementation: str = "xla"
     ) -> Float[Array, "*parts T D"]:
-        """Return the result, which the residual stream adds, perhaps as partial sums.
+        """Return the output of the MLP for x, [T, D], or its partial sums [parts, T, D].
 
         Args:
-            kernel: name of the kernel that adds the result (see `matmul_to_add`).
-            implementation: implementation of products of few rows.
+            kernel: name of the kernel that adds the output to the residual stream, which determines
+                the form of the output (see `matmul_to_add`).
+            implementation: kernel implementation of products of few rows.
         """
         bias = value_of(self.down_bias)
         return matmul_to_add(
@@ -336,7 +344,7 @@ class GatedMLP(nnx.Module):
         )
 
     def share(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return this device's summand of the result, in at least float32, without the bias."""
+        """Return this device's summand of the MLP's output without bias, in at least float32."""
         return matmul(self._hidden(x, "xla"), self.down[...], out_dtype=accumulator(x.dtype))
 
     def _hidden(self, x: Float[Array, "T D"], implementation: str) -> Float[Array, "T F"]:

@@ -33,20 +33,20 @@ Stored = PlacedWeight | SplitWeight | TokenRounded
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
-    """Return the dtype to accumulate in: at least float32, and float64 for float64."""
+    """Return the dtype for sums of numbers of `dtype`: float64 for float64, else float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Initial values of a weight: normally distributed with this standard deviation."""
+    """Initializer of a weight: normally distributed values with standard deviation `scale`."""
 
     scale: float
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Initial values of a norm's scale (1) or of a bias (0)."""
+    """Initializer of a norm's scale or of a bias: every element is `value`."""
 
     value: float
 
@@ -58,9 +58,14 @@ def weight(
     dtype: DTypeLike,
     contract: int = 1,
 ) -> nnx.Param[Array]:
-    """Create a parameter with normal values of variance 1 / product of its first `contract` sizes.
+    """Create a parameter with normal values of variance 1 / (number of inputs), or zeros.
 
-    Without `rngs` the values are zero.
+    Args:
+        rngs: source of random numbers. None makes all values zero.
+        shape: sizes of the input dimensions, then of the output dimensions.
+        axes: logical axis of each dimension, kept as metadata.
+        dtype: dtype of the parameter.
+        contract: number of input dimensions.
     """
     return normal(rngs, shape, axes, dtype, prod(shape[:contract]) ** -0.5)
 
@@ -72,9 +77,9 @@ def normal(
     dtype: DTypeLike,
     scale: float,
 ) -> nnx.Param[Array]:
-    """Create a parameter with normal values of standard deviation `scale`.
+    """Create a parameter with normal values of standard deviation `scale`, or zeros without `rngs`.
 
-    Without `rngs` the values are zero.
+    The logical axes of its dimensions and its initializer are kept as metadata.
     """
     if rngs is None:
         values = jnp.zeros(shape, dtype)
@@ -86,12 +91,15 @@ def normal(
 def constant(
     value: float, shape: tuple[int, ...], axes: LogicalAxes, dtype: DTypeLike
 ) -> nnx.Param[Array]:
-    """Create a parameter filled with one value: a norm's scale or a bias."""
+    """Create a parameter filled with `value`, for a norm's scale or a bias.
+
+    The logical axes of its dimensions and its initializer are kept as metadata.
+    """
     return nnx.Param(jnp.full(shape, value, dtype), axes=axes, initial=Constant(value))
 
 
 def value_of(parameter: nnx.Param[Array] | None) -> Float[Array, " ..."] | None:
-    """Return the array of a parameter, or None for a parameter that the model lacks."""
+    """Return the array of a parameter, or None for None, a parameter that the model lacks."""
     return None if parameter is None else parameter[...]
 
 
@@ -104,13 +112,24 @@ def matmul(
     out_dtype: DTypeLike | None = None,
     split: Split = ONE_DEVICE,
 ) -> Float[Array, " T *outputs"]:
-    """Contract the last `contract` dimensions of `x` with the first ones of the weight `w`.
+    """Return the matrix product of activations x and a weight w, plus a bias if given.
 
-    `w` is `[inputs..., outputs...]`. The result is `[T, outputs...]` in `out_dtype` (by default x's
-    dtype). Products accumulate, and the bias is added, in at least float32. Dimensions are not
-    flattened, so that sharding one of them (such as the kv heads of a fused projection) needs no
-    reshape of a sharded array. A quantized weight is never dequantized as a whole. If the inputs
-    are divided over devices, `split` describes the sum over them.
+    The product contracts the last `contract` dimensions of x, [T, inputs...], with the first ones
+    of w, [inputs..., outputs...]. Products accumulate, and the bias is added, in at least float32.
+    Dimensions are not flattened, so that sharding one of them (such as the kv heads of a fused
+    projection) needs no reshape of a sharded array. A quantized weight is never dequantized as a
+    whole.
+
+    Args:
+        x: activations.
+        w: an array, or a quantized weight or one in panels.
+        bias: [outputs...], added after the sum over devices.
+        contract: number of input dimensions.
+        out_dtype: dtype of the result, by default x's.
+        split: division over devices. If it has a mesh axis, the product is summed over the devices.
+
+    Returns:
+        [T, outputs...].
     """
     if isinstance(w, Stored):
         y = w.dot(x.reshape(x.shape[0], -1))
@@ -129,10 +148,15 @@ MOST_ROWS_IN_PARTS = 256
 
 
 def parts_of(num_rows: int, inputs: int, width: int) -> int:
-    """Return the number of parts to divide the inputs of a product of few rows into.
+    """Return the number of parts for dividing the inputs of a product of few rows on a GPU.
 
-    The number gives about one program of 64 outputs for each multiprocessor of a large card. On an
-    H200 more parts read the weights no faster, and take longer to sum.
+    The number is 1, 2, 4 or 8. It gives about one program of 64 outputs for each multiprocessor of
+    a large card. On an H200 more parts read the weights no faster, and take longer to sum.
+
+    Args:
+        num_rows: number of rows of activations.
+        inputs: number of inputs, of which each part has a multiple of 64.
+        width: number of outputs.
     """
     parts = (8 if num_rows <= 64 else 4) // (1 if width <= 2048 else 2)
     while parts > 1 and inputs % (64 * parts):
@@ -150,10 +174,11 @@ def matmul_in_parts(
     """Multiply as `matmul` does, but return partial sums over parts of the inputs, [parts, T, ...].
 
     Few rows occupy few of a GPU's multiprocessors, so XLA divides the inputs itself and adds a
-    launch for the sum. A later kernel that adds the result can sum it without that launch. The
-    partial sums are in at least float32. If T is 1 and XLA multiplies, the row is returned twice.
-    If inputs are also divided over devices, the parts are summed locally and over the devices of
-    `split`, unless that sum is left to the caller (`Split.leaves_sums`).
+    launch for the sum. A later kernel that adds the result can sum the parts without that launch.
+    The partial sums are in at least float32. If T is 1 and XLA multiplies, the row is returned
+    twice, [parts, 2, ...]. If inputs are also divided over devices, the parts are summed to one
+    part, and over the devices of `split`, unless that sum is left to the caller
+    (`Split.leaves_sums`).
     """
     num_rows, outputs = x.shape[0], w.shape[contract:]
     inputs, width = prod(w.shape[:contract]), prod(outputs)
@@ -182,10 +207,15 @@ def matmul_to_add(
     implementation: str = "auto",
     split: Split = ONE_DEVICE,
 ) -> Float[Array, "*parts T *outputs"]:
-    """Multiply as `matmul` does, for the named kernel, which adds the result to other values.
+    """Multiply as `matmul` does, in the form that a later kernel takes to add the result.
 
-    On a GPU that kernel sums the parts of a product of few rows, and on CPU it rounds the product.
-    For both, the result has a leading dimension of parts, and at least float32.
+    For a Triton kernel and few rows of a plain weight without bias, the result is partial sums (see
+    `matmul_in_parts`), which the kernel sums. For the LLVM kernel on CPU and 16-bit x, the result
+    is [1, T, outputs...] in float32, which the kernel rounds. Otherwise it is [T, outputs...] in
+    x's dtype.
+
+    Args:
+        kernel: name of the kernel that adds the result: "triton...", "llvm" or "xla".
     """
     is_few = x.shape[0] <= MOST_ROWS_IN_PARTS
     if kernel.startswith("triton") and is_few and isinstance(w, jax.Array) and bias is None:
@@ -197,12 +227,11 @@ def matmul_to_add(
 
 
 def _one_row(x: Array, w: Array, contract: int) -> Array:
-    """Multiply one row of 16-bit numbers by w.
+    """Multiply one row x of 16-bit numbers by the weight w, with sums in float32.
 
-    XLA on CPU turns this product into a float32 one and converts the whole weight in every step,
-    which is 13 to 20 times slower than the same product with two rows. On a GPU before Ampere it
-    does the same, and the copy of an output projection takes gigabytes. The row is therefore
-    repeated there.
+    The row is repeated where XLA would convert the whole weight to float32 in every step: on CPU,
+    which is 13 to 20 times slower than the same product with two rows, and on GPUs before Ampere,
+    where the copy of an output projection takes gigabytes.
     """
 
     def repeated(x: Array, w: Array) -> Array:

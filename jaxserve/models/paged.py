@@ -46,10 +46,10 @@ LogicalAxes = tuple[LogicalAxis, ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedStep:
-    """One step's ragged batch as attention sees it: T tokens in R rows.
+    """One step's ragged batch as transformer layers see it: T tokens in R rows.
 
-    Each row has consecutive tokens, in row order. Padding follows the real tokens and the real
-    rows.
+    A row is the consecutive tokens of one sequence, and the rows follow each other. Padding follows
+    the real tokens and the real rows.
     """
 
     positions: Int32[Array, " T"]  # absolute position of each token in its sequence
@@ -71,16 +71,17 @@ class PagedStep:
 
     @property
     def others(self) -> str:
-        """Implementation of all kernels except attention.
+        """Name of the implementation of all kernels except attention.
 
-        It is "auto" for Mosaic and LLVM, which do not have all of these kernels.
+        The name is "auto" if that of attention is "mosaic_gpu" or "llvm", which lack some of these
+        kernels, else the same as that of attention.
         """
         is_special = self.implementation in ("mosaic_gpu", "llvm")
         return "auto" if is_special else self.implementation
 
 
 def logical_axes(module: nnx.Module) -> dict[str, LogicalAxes]:
-    """Return the logical axes of every parameter by its path, such as "layers.0.attention.qkv".
+    """Return the logical axes of every parameter, by its path, such as "layers.0.attention.qkv".
 
     The order is that of the leaves of `nnx.split(module)[1]`. Works on abstract modules.
     """

@@ -90,8 +90,8 @@ class PlacedWeight:
         inputs: I, without padding.
         outputs: the shape of the outputs in the model, with product O.
         layout: the layout of the arrays.
-        dtype: dtype of the numbers in panels, or that `columns` returns of blocks, or of the
-            scales of codes in panels.
+        dtype: dtype of the numbers in panels, or that `columns` returns of blocks, or of the scales
+            of codes in panels.
         implementation: implementation of the input-major product (see `with_implementation`).
         num_rows: number of real rows of a product in panels, or of each expert. Later rows are
             padding. None if all rows are real.
@@ -110,7 +110,7 @@ class PlacedWeight:
     num_rows: Int32[Array, ""] | Int32[Array, " E"] | None = None
 
     def __getitem__(self, index: EllipsisType) -> PlacedWeight:
-        """Return self: any value of a parameter is read as `parameter[...]`."""
+        """Return self, so that `parameter[...]` reads a quantized weight as it reads an array."""
         return self
 
     @property
@@ -120,10 +120,10 @@ class PlacedWeight:
 
     @property
     def granularity(self) -> int:
-        """Number of consecutive inputs that devices cannot divide between them.
+        """Number of consecutive inputs of the weight that sharding must not divide.
 
-        It is the size of a GGUF block or of a group that shares a scale, or, if all inputs share
-        one, the number of codes in a byte. Codes must be "input_major".
+        It is the size of a GGUF block or of a group of inputs that share a scale. If all inputs
+        share one scale, it is the number of codes in a byte. Codes must be "input_major".
         """
         if self.scales is None:
             return blocks.FORMATS[self.form].size
@@ -131,9 +131,9 @@ class PlacedWeight:
         return self.values.shape[-2] * width // groups if groups > 1 else width
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """Multiply x by the weight, in at least float32. In panels, rows do not affect each other.
+        """Return the product of x [T, I] and the weight, [T, outputs...], in at least float32.
 
-        A weight of experts in panels takes rows that are sorted by expert.
+        In panels, rows do not affect each other, and a weight of experts takes x sorted by expert.
         """
         y = _PRODUCTS[self.layout](self, self._ordered(x))
         return y[:, : prod(self.outputs)].reshape(x.shape[0], *self.outputs)
@@ -141,10 +141,10 @@ class PlacedWeight:
     def grouped(
         self, x: Float[Array, "A I"], sizes: Int32[Array, " E"], implementation: str
     ) -> Float[Array, " A *outputs"]:
-        """Multiply rows of x, sorted by expert, by their expert's matrix.
+        """Multiply each row of x, sorted by expert, by the matrix of the row's expert.
 
-        The result has x's dtype, or at least float32 in panels, where rows after the last expert's
-        rows are zeros.
+        The result is [rows, outputs...] in x's dtype. In panels it has at least float32, and rows
+        after the last expert's rows are zeros.
 
         Args:
             x: activations.
@@ -166,9 +166,9 @@ class PlacedWeight:
         return y.reshape(x.shape[0], *self.outputs)
 
     def columns(self, outputs: Int32[Array, " T"]) -> Float[Array, "T I"]:
-        """Return the weights of the given outputs, in `dtype`. Output ids are clamped.
+        """Return the weights of the given output indices, [T, inputs], in `dtype`.
 
-        Supports panels of numbers and of GGUF blocks.
+        Indices are clamped. The layout must be panels of numbers or of GGUF blocks.
         """
         ids = jnp.clip(outputs, 0, prod(self.outputs) - 1)
         if self.layout == "block_panels":
@@ -244,9 +244,9 @@ _PRODUCTS: Mapping[Layout, Callable[[PlacedWeight, Any], Any]] = MappingProxyTyp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SplitWeight:
-    """A fused projection stored as several weights, each for a part of the outputs.
+    """A fused projection stored as several PlacedWeights, each for a part of the outputs.
 
-    The weights are separate because they differ in form, or in their order of inputs.
+    The parts are separate because they differ in form, or in their order of inputs.
     """
 
     weights: tuple[PlacedWeight, ...]
@@ -255,11 +255,11 @@ class SplitWeight:
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
     def __getitem__(self, index: EllipsisType) -> SplitWeight:
-        """Return self, as a PlacedWeight does."""
+        """Return self, so that `parameter[...]` reads this weight as it reads an array."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
-        """Multiply x by each weight, and join the outputs. Returns at least float32."""
+        """Return x times each weight, joined to [T, outputs...], in at least float32."""
         parts = [weight.dot(x) for weight in self.weights]
         out = jnp.zeros((x.shape[0], *self.outputs), parts[0].dtype)
         for part, place in zip(parts, self.places, strict=True):
@@ -274,12 +274,12 @@ def _is_placed(leaf: Any) -> bool:
 
 
 def weights_in(tree: Any) -> list[PlacedWeight]:
-    """Return every `PlacedWeight` of a tree of parameters, also within others."""
+    """Return a list of every `PlacedWeight` in a parameter tree, also within other weights."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_placed) if _is_placed(leaf)]
 
 
 def with_weights(tree: Any, change: Callable[[PlacedWeight], PlacedWeight]) -> Any:
-    """Return a tree of parameters with each `PlacedWeight`, also within others, changed."""
+    """Return a parameter tree with `change` applied to every PlacedWeight, also within others."""
 
     def changed(leaf: Any) -> Any:
         return change(leaf) if isinstance(leaf, PlacedWeight) else leaf
@@ -288,7 +288,7 @@ def with_weights(tree: Any, change: Callable[[PlacedWeight], PlacedWeight]) -> A
 
 
 def with_implementation(tree: Any, implementation: str) -> Any:
-    """Return a parameter tree whose quantized products use the implementation of attention.
+    """Return a parameter tree whose quantized products use the kernel implementation of attention.
 
     Quantized products have no Mosaic kernel, and use "auto" when attention is a Mosaic kernel.
     """
@@ -297,7 +297,7 @@ def with_implementation(tree: Any, implementation: str) -> Any:
 
 
 def with_num_rows(tree: Any, num_rows: Int32[Array, ""]) -> Any:
-    """Return a parameter tree whose panels multiply only the first `num_rows` rows of x."""
+    """Return a parameter tree whose weights in panels multiply only the first `num_rows` rows."""
 
     def limited(weight: PlacedWeight) -> PlacedWeight:
         return replace(weight, num_rows=num_rows) if weight.in_panels else weight

@@ -96,7 +96,9 @@ GGUF_RULES: Mapping[str, GgufRules] = MappingProxyType(
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
-    """Read `config.json` in a checkpoint's folder, and modelopt's quantization file beside it.
+    """Return the ModelConfig of a checkpoint's folder.
+
+    It is read from config.json, and from modelopt's quantization file if that is present.
 
     Raises:
         CheckpointError, UnsupportedModel: see `read_config_fields` and `parse_model_config`.
@@ -105,12 +107,13 @@ def read_model_config(directory: str | Path) -> ModelConfig:
 
 
 def read_config_fields(directory: str | Path) -> dict[str, Any]:
-    """Return the object in a folder's config.json.
+    """Return the parsed object of a folder's config.json.
 
-    If it has no `quantization_config`, the one in modelopt's `hf_quant_config.json` is added.
+    If it has no `quantization_config`, the one in modelopt's `hf_quant_config.json` is added, if
+    that file is present and names a quantization.
 
     Raises:
-        CheckpointError: a file is absent or not a JSON object.
+        CheckpointError: config.json is absent, or one of the files is not a JSON object.
     """
     path = Path(directory) / CONFIG
     raw, beside = read_object(path, MAX_CONFIG_BYTES), path.with_name(MODELOPT_FILE)
@@ -122,10 +125,11 @@ def read_config_fields(directory: str | Path) -> dict[str, Any]:
 
 
 def parse_model_config(raw: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
-    """Read the contents of a config.json.
+    """Return the ModelConfig that the contents of a config.json describe.
 
     The first supported name in `architectures` selects the architecture, or `model_type` if there
-    is no `architectures`. For a wrapper, the text model is read by its own `model_type`.
+    is no `architectures`. For a wrapper (a multimodal model), the text model is read by its own
+    `model_type`.
 
     Args:
         raw: the parsed object.
@@ -156,7 +160,13 @@ def parse_model_config(raw: Mapping[str, Any], where: str = CONFIG) -> ModelConf
 
 
 def _named(raw: Mapping[str, Any], where: str) -> str | None:
-    """Return the first supported architecture or wrapper in `architectures`, if any."""
+    """Return the first supported architecture or wrapper in the field `architectures`.
+
+    An alias gives the architecture's main name. An absent or empty list gives None.
+
+    Raises:
+        UnsupportedModel: the field is not a list of names, or has no supported name.
+    """
     names = raw.get("architectures")
     names = [] if names is None else names
     if not isinstance(names, list) or any(not isinstance(name, str) for name in names):
@@ -179,7 +189,10 @@ def _model_type(raw: Mapping[str, Any]) -> str:
 
 
 def _unknown(raw: Mapping[str, Any]) -> str:
-    """Return the error text for an unsupported architecture, with the supported names."""
+    """Return the error text for an unsupported architecture, with the names of supported ones.
+
+    For a classifier, reward or embedding model of a supported family, it suggests --hf-overrides.
+    """
     names = raw.get("architectures") or []
     family = MODEL_TYPES.get(_model_type(raw))
     for name in names:
@@ -202,30 +215,33 @@ def _without_head(name: str) -> str | None:
 
 
 def overflows_float16(config: ModelConfig) -> bool:
-    """Return whether a model's activations exceed the range of float16."""
+    """Return whether the activations of the config's family exceed the range of float16."""
     return ARCHITECTURES[config.architecture].traits.overflows_float16
 
 
 def build_model(
     config: ModelConfig, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs | None = None
 ) -> Decoder:
-    """Build a model with random weights."""
+    """Return a Decoder with random weights, of seed 0 unless `rngs` is given."""
     traits = ARCHITECTURES[config.architecture].traits_of(config)
     return Decoder(config, dtype, nnx.Rngs(0) if rngs is None else rngs, traits)
 
 
 def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Decoder:
-    """Build the structure of a model, with shapes and dtypes instead of arrays."""
+    """Return a Decoder with shapes and dtypes (`jax.ShapeDtypeStruct`) instead of arrays."""
     traits = ARCHITECTURES[config.architecture].traits_of(config)
     # Without random numbers, because tracing them takes longer than the rest of the model.
     return nnx.eval_shape(lambda: Decoder(config, dtype, None, traits))
 
 
 def checkpoint_weights(config: ModelConfig) -> list[WeightName]:
-    """Return every tensor in a checkpoint of this model, with its parameter in the model."""
+    """Return every tensor in a checkpoint of this model as a `WeightName`, with its parameter."""
     return ARCHITECTURES[config.architecture].weights(config)
 
 
 def tensor_names(config: ModelConfig) -> tuple[tuple[str, str], ...]:
-    """Return pairs of a pattern of a checkpoint's tensor names and its replacement."""
+    """Return (pattern, replacement) pairs that rename a checkpoint's tensors to our weight names.
+
+    They are regular expressions, which apply in order.
+    """
     return ARCHITECTURES[config.architecture].tensors

@@ -59,15 +59,15 @@ def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 
 
 def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float, size: int) -> np.ndarray:
-    """Scale as Llama 3 does, but interpolate over the index of the pair (Peng et al. 2023, 3.2).
+    """Return the frequencies of the rotary embedding with YaRN scaling (Peng et al. 2023, 3.2).
 
-    Pairs with more than `beta_fast` turns over the original context keep their frequency. The
-    frequency of pairs with fewer than `beta_slow` turns is divided by the factor
-    (arXiv:2309.00071).
+    Pairs with more than `beta_fast` turns over the original context keep their frequency. Pairs
+    with fewer than `beta_slow` turns have it divided by the factor. Between these bounds the share
+    of the division grows linearly with the index of the pair.
     """
 
     def index_with(turns: float) -> float:
-        """Return the (fractional) index of the pair that makes `turns` turns."""
+        """Return the fractional index of the pair with `turns` turns over the original context."""
         wavelength = scaling.original_max_position_embeddings / turns
         return size * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
@@ -85,12 +85,18 @@ def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float, size: int
 def rope_cos_sin(
     positions: Int32[Array, " T"], rope: Rope, head_dim: int, dtype: DTypeLike
 ) -> CosSin:
-    """Compute the cosines and sines of a step, [T, pairs], in at least float32.
+    """Return the cosines and sines of each token's rotary angles, both [T, pairs].
 
-    All layers with the same `rope` share them. YaRN and LongRoPE multiply both by an attention
-    factor. Under dynamic scaling the token at position p is rotated as the last of p + 1 tokens. A
-    model that reads one token at a time does the same, and it is the only rule by which a cached
-    key does not depend on the chunking of its prompt.
+    They are in at least float32. All layers with the same `rope` share them. YaRN and LongRoPE
+    multiply both by an attention factor. Under dynamic scaling the token at position p is rotated
+    as the last of p + 1 tokens. A model that reads one token at a time does the same, and it is the
+    only rule by which a cached key does not depend on the chunking of its prompt.
+
+    Args:
+        positions: position of each token in its sequence.
+        rope: the rotary embedding.
+        head_dim: size of a head.
+        dtype: dtype of the activations.
     """
     exact = accumulator(dtype)
     frequencies = jnp.asarray(rope_frequencies(rope, head_dim), exact)
@@ -113,10 +119,11 @@ def rope_cos_sin(
 def _growth(
     positions: Int32[Array, " T"], scaling: DynamicScaling, size: int, dtype: DTypeLike
 ) -> Float[Array, "T pairs"]:
-    """Return the factor of each frequency at each position, 1 within the original context.
+    """Return the factor of each frequency at each position under dynamic NTK scaling, [T, pairs].
 
-    The base grows by g ** (d / (d - 2)), g = factor * length / original - (factor - 1), so that
-    frequency i is multiplied by g ** (-2i / (d - 2)) (NTK-aware scaling; Peng et al. 2023, appendix
+    The factor is 1 within the original context. Beyond it, the base of the rotary embedding grows
+    by g ** (d / (d - 2)), g = factor * length / original - (factor - 1), d = `size` rotated
+    dimensions. Frequency i is thus multiplied by g ** (-2i / (d - 2)) (Peng et al. 2023, appendix
     B).
     """
     original = scaling.original_max_position_embeddings

@@ -24,10 +24,12 @@ def rounded_once(
     Otherwise XLA on CPU would compute it again inside each of its uses, even across an optimization
     barrier. That costs time. Also, where one product is added to another, a fused multiply-add
     rounds only one of the two, and not always the same one, so that a step of one row and a step of
-    two rows would differ in their last bits. XLA does not move code across a conditional. The
-    condition here is always true.
+    two rows would differ in their last bits. XLA does not move code across a conditional, and the
+    computation is a branch of a conditional that is always true.
 
     Args:
+        compute: function of x that returns a tree of arrays.
+        x: its argument.
         positions: positions of the step's tokens, from which the condition is computed.
     """
     always = positions[0] > jnp.iinfo(positions.dtype).min

@@ -27,7 +27,7 @@ def route(
     They depend only on the token's own scores.
 
     Args:
-        scores: scores of the router, in at least float32.
+        scores: scores of the router, [T, E], in at least float32.
         experts: the number of chosen experts, their groups, and the scaling of weights.
         kind: "softmax": probabilities among all experts (Mixtral, Qwen3-MoE, DeepSeek-V2).
             "chosen": probabilities among the chosen experts (gpt-oss). "sigmoid": the sigmoid of
@@ -56,9 +56,10 @@ def route(
 def _in_best_groups(
     choice: Float[Array, "T E"], experts: Experts, best: int
 ) -> Float[Array, "T E"]:
-    """Set scores outside the best groups to -inf.
+    """Return the scores of experts with -inf for every expert outside its token's best groups.
 
-    The best groups are the `kept_groups` with the largest sums of their `best` largest scores.
+    The best groups are the `kept_groups` with the largest sums of their `best` largest scores. With
+    a single group, the scores are returned unchanged.
     """
     if experts.groups == 1:
         return choice

@@ -30,12 +30,12 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Part:
-    """The shard of an array on one device.
+    """The shard of a parameter on one device, as index ranges of the whole array.
 
     Attributes:
         shape: shape of the whole array.
-        spans: for each dimension, the index ranges of the shard, in their order. Indices past the
-            end are padding with zeros.
+        spans: for each dimension, the index ranges (first, end) of the shard, in their order.
+            Indices past the end are padding with zeros.
     """
 
     shape: tuple[int, ...]
@@ -43,18 +43,22 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the whole array, which every device then has."""
+        """Whether the shard is the whole array, which every device then has."""
         return all(
             spans == ((0, size),) for size, spans in zip(self.shape, self.spans, strict=True)
         )
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """Shape of the shard."""
+        """Shape of the shard, with its padding."""
         return tuple(sum(end - start for start, end in spans) for spans in self.spans)
 
     def cut(self, values: np.ndarray) -> np.ndarray:
-        """Return this shard of an array of the whole shape, as a view if possible."""
+        """Return this shard of the whole array `values`: a view if possible, else a copy.
+
+        Raises:
+            ValueError: `values` does not have the shape of the whole array.
+        """
         if values.shape != self.shape:
             raise ValueError(f"an array is {list(values.shape)}; allowed: {list(self.shape)}")
         for dimension, spans in enumerate(self.spans):
@@ -62,15 +66,18 @@ class Part:
         return values
 
     def outputs(self, contract: int) -> np.ndarray:
-        """Return int64[O]: the indices of the shard's outputs among all outputs, flattened.
+        """Return the flat indices, int64[O], of the shard's outputs among the weight's outputs.
 
-        Args:
-            contract: number of leading dimensions that are inputs.
+        `contract` is the number of leading dimensions that are inputs. Padding has the number of
+        all outputs as its index.
         """
         return self._indices(slice(contract, None))
 
     def inputs(self, contract: int) -> np.ndarray:
-        """Return int64[I]: the indices of the shard's inputs among all inputs, flattened."""
+        """Return the flat indices, int64[I], of the shard's inputs among the weight's inputs.
+
+        `contract` is the number of leading dimensions that are inputs.
+        """
         return self._indices(slice(contract))
 
     def _indices(self, dimensions: slice) -> np.ndarray:
@@ -85,7 +92,10 @@ class Part:
 
 
 def _cut(values: np.ndarray, dimension: int, spans: tuple[Span, ...]) -> np.ndarray:
-    """Select the index ranges `spans` of one dimension, with zeros for indices past its end."""
+    """Return `values` with only the index ranges `spans` of one dimension, concatenated.
+
+    Indices past the end of the dimension give zeros, at the end of the result.
+    """
     size, before = values.shape[dimension], (slice(None),) * dimension
     if spans == ((0, size),):
         return values
@@ -141,7 +151,7 @@ def part_of(
 
 
 def parts_of(config: ModelConfig, axes: Any, shape: tuple[int, ...], path: str = "") -> list[Part]:
-    """Return every device's shard of a parameter, in the order of devices."""
+    """Return the shard of a parameter on every device, in the order of devices (see `part_of`)."""
     return [part_of(config, axes, shape, device, path) for device in range(config.split.devices)]
 
 
@@ -166,7 +176,7 @@ def _experts(split: Split, device: int, path: str) -> Iterator[Span]:
 
 
 def kv_copies(config: ModelConfig) -> int:
-    """Return the number of devices that have the same kv head."""
+    """Return the number of devices that have the same kv head, 1 if kv heads are enough for all."""
     return max(1, config.split.devices // config.num_key_value_heads)
 
 
@@ -190,23 +200,23 @@ def _group(config: ModelConfig, size: int, device: int) -> Iterator[Span]:
 
 
 def group_of(config: ModelConfig) -> int:
-    """Return the number of query heads that share a kv head on one device."""
+    """Return the number of query heads on one device for each of its kv heads."""
     return config.num_attention_heads // config.num_key_value_heads // kv_copies(config)
 
 
 def local_kv_heads(config: ModelConfig) -> int:
-    """Return the number of kv heads on each device."""
+    """Return the number of kv heads on each device, at least 1."""
     return max(1, config.num_key_value_heads // config.split.devices)
 
 
 def padded_vocab(config: ModelConfig) -> int:
-    """Return the size of the vocabulary with its padding."""
+    """Return the size of the vocabulary, rounded up to a multiple of the number of devices."""
     devices = config.split.devices
     return -(-config.vocab_size // devices) * devices
 
 
 def check_split(config: ModelConfig) -> None:
-    """Raise if the sizes of the model do not allow the division in `config.split`.
+    """Check that the sizes of the model allow the division over devices in `config.split`.
 
     Raises:
         UnsupportedModel: names every size that is not divisible, with allowed values; or else an
@@ -245,9 +255,12 @@ def _problems(config: ModelConfig) -> Iterator[str]:
 
 
 def _check_context(config: ModelConfig) -> None:
-    """Raise if positions are divided over devices that do not share a kv head.
+    """Check that devices that divide the positions of the cache between them share a kv head.
 
-    Such a division would save no memory.
+    Any other division of positions would save no memory.
+
+    Raises:
+        UnsupportedModel: `config.split.context` does not divide the number of copies of a kv head.
     """
     context, copies = config.split.context, kv_copies(config)
     if context > 1 and config.recurrent is not None:

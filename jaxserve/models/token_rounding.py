@@ -43,20 +43,20 @@ class TokenRounded:
 
     Attributes:
         weight: a `PlacedWeight` or `SplitWeight` in any layout.
-        axis: mesh axis of the devices that have the other inputs of a row, or None if each has all.
+        axis: mesh axis over which the inputs of a row are divided, or None if each device has all.
     """
 
     weight: Any
     axis: str | None = field(default=None, metadata={"static": True})
 
     def __getitem__(self, index: EllipsisType) -> TokenRounded:
-        """Return self, as a PlacedWeight does."""
+        """Return self, so that `parameter[...]` reads this weight as it reads an array."""
         return self
 
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
         """Round each row of x to int8 with its own scale, and multiply it by the quantized weight.
 
-        Returns [T, *outputs], at least float32.
+        Returns [T, outputs...], in at least float32.
         """
         numbers, scales = rounded_rows(x, self.axis)
         device = target_device()
@@ -72,9 +72,10 @@ class TokenRounded:
 def rounded_rows(
     x: Float[Array, "T I"], axis: str | None = None
 ) -> tuple[Float[Array, "T I"], Float[Array, "T 1"]]:
-    """Round x to integers, each row with its own scale. Returns the integers and the scales.
+    """Round each row of x to integers from -127 to 127 with its own scale.
 
-    Both are in at least float32. A row with NaN or infinity gives NaN. If the inputs are divided
+    Returns the integers [T, I] and the scales [T, 1], both as floats of at least 32 bits. x is
+    approximately integers * scales. A row with NaN or infinity gives NaN. If the inputs are divided
     over devices along `axis`, the scale is that of the whole row.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -87,11 +88,12 @@ def rounded_rows(
 
 
 def multiplies_integers(weight: Any, rows: int, device: DeviceLimits) -> bool:
-    """Return whether a GPU multiplies the rounded activations by the codes as int8 by int8.
+    """Return whether a GPU multiplies int8 activations by int8 codes, with sums in int32.
 
-    GPUs support this from compute capability 7.5 on. Before Ampere, the alternative would widen
-    codes to floats in memory, one column block at a time, and codes are output-major there. Later
-    GPUs widen codes in registers, which is as fast for few rows.
+    True requires a PlacedWeight of int8 codes, in the order of inputs and with one scale for each
+    output, and compute capability 7.5. If its codes are input-major (from Ampere on), it also
+    requires at least `ROWS_OF_INTEGERS` rows, because widening codes in registers is as fast for
+    few rows.
     """
     if not isinstance(weight, PlacedWeight) or weight.scales is None or weight.in_panels:
         return False
@@ -108,8 +110,11 @@ def integer_product(
 ) -> Float[Array, " T *outputs"]:
     """Multiply integers by int8 codes with sums in int32, then apply the weight's scales.
 
-    The scales of the rows of `numbers` are left to the caller. Returns [T, *outputs] in the dtype
-    of `numbers`.
+    Returns [T, outputs...] in the dtype of `numbers`. The caller applies the scales of its rows.
+
+    Args:
+        numbers: integers of int8's range, in a float dtype.
+        weight: int8 codes with one scale for each output.
     """
     assert weight.scales is not None
     axis = 1 if weight.layout == "output_major" else 0

@@ -23,7 +23,7 @@ GATE, UP = np.s_[..., 0, :], np.s_[..., 1, :]
 
 
 def embedding_weights(config: ModelConfig) -> list[WeightName]:
-    """Return the tensors of the embedding and the output projection."""
+    """Return the tensors (`WeightName`) of the embedding and, if untied, the output projection."""
     embedding = "model.embed_tokens.weight"
     if config.tie_word_embeddings:
         return [WeightName(embedding, "V D -> D V", "embedding.project")]
@@ -45,10 +45,10 @@ def every_layer(
     sparse: bool | None = None,
     mixer: str | None = None,
 ) -> list[WeightName]:
-    """Return one layer's tensors repeated for every layer, under its prefix.
+    """Return the tensors of one layer repeated for every layer, with its prefix in each name.
 
     Args:
-        layer: the tensors of one layer.
+        layer: the tensors (`WeightName`) of one layer, without prefixes.
         config: configuration of the model.
         mixer: selects the layers with this mixer, None all layers.
         sparse: True selects the layers with experts, False the layers without, None all layers.
@@ -63,12 +63,12 @@ def every_layer(
 
 
 def projections(config: ModelConfig) -> list[WeightName]:
-    """Return the matrices and biases of one layer."""
+    """Return the tensors (`WeightName`) of one layer's attention and dense MLP, without norms."""
     return [*attention_projections(config), *mlp_projections(config)]
 
 
 def attention_projections(config: ModelConfig) -> list[WeightName]:
-    """Return the matrices and biases of attention of one layer."""
+    """Return the tensors (`WeightName`) of one layer's attention: the matrices and any biases."""
     q, k, v = fused_qkv(config)
     layer = [
         WeightName("self_attn.q_proj.weight", "(K G H) D -> D K G H", "attention.qkv", q),
@@ -88,7 +88,7 @@ def attention_projections(config: ModelConfig) -> list[WeightName]:
 
 
 def mlp_projections(config: ModelConfig) -> list[WeightName]:
-    """Return the matrices and biases of a dense MLP of one layer."""
+    """Return the tensors (`WeightName`) of one layer's dense MLP: the matrices and any biases."""
     layer = [
         WeightName("mlp.gate_proj.weight", "F D -> D F", "mlp.gate_up", GATE),
         WeightName("mlp.up_proj.weight", "F D -> D F", "mlp.gate_up", UP),
@@ -104,7 +104,7 @@ def mlp_projections(config: ModelConfig) -> list[WeightName]:
 
 
 def fused_mlp() -> list[WeightName]:
-    """Return the matrices of one layer's dense MLP with fused gate and up projections."""
+    """Return the tensors of a layer's dense MLP, of which gate and up projections are fused."""
     gate_up = "mlp.gate_up_proj.weight"
     return [
         WeightName(gate_up, "(F | F) D -> D F", "mlp.gate_up", GATE, part=0),
@@ -114,7 +114,7 @@ def fused_mlp() -> list[WeightName]:
 
 
 def fused_qkv(config: ModelConfig) -> tuple[Index, Index, Index]:
-    """Return the indices of queries, keys and values in the fused parameter."""
+    """Return the indices of queries, of keys and of values within the fused QKV parameter."""
     group = config.num_attention_heads // config.num_key_value_heads
     return np.s_[..., :group, :], np.s_[..., group, :], np.s_[..., group + 1, :]
 
@@ -124,7 +124,7 @@ def expert_weights(
     block: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[WeightName]:
-    """Return one layer's router and experts, with a separate tensor for each matrix.
+    """Return the tensors of one layer's router and experts, a tensor for each matrix of an expert.
 
     Args:
         config: configuration of a model with experts.

@@ -18,12 +18,12 @@ Index = tuple[int | slice | EllipsisType, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """A range of rows of a tensor, and the part of a parameter that it fills.
+    """A range of rows of a checkpoint's tensor, and the part of a parameter that they fill.
 
     Attributes:
         rows: (first, end) along the tensor's first dimension.
-        sizes: sizes of the rows' dimensions, after splitting fused dimensions.
-        order: order of these dimensions in the parameter.
+        sizes: shape of the rows after their fused dimensions are split.
+        order: permutation of the dimensions `sizes` that gives the parameter's order.
         index: index of these rows' values within the tensor's part of the parameter.
     """
 
@@ -33,24 +33,25 @@ class Block:
     index: Index
 
     def arrange(self, rows: np.ndarray) -> np.ndarray:
-        """Return a view of the rows in the parameter's order of dimensions."""
+        """Return a view of the tensor's rows `Block.rows` in the parameter's dimension order."""
         return rows.reshape(self.sizes).transpose(self.order)
 
 
 @dataclass(frozen=True)
 class WeightName:
-    """One tensor of a checkpoint and its place in the model.
+    """One tensor of a checkpoint and the part of a model parameter that it fills.
 
     Attributes:
         name: the tensor's name in the checkpoint.
         layout: its rearrangement, such as "(N H) D -> D N H". The left side is the tensor's shape
             in the checkpoint, with fused dimensions in brackets, and the right side the order of
             dimensions in the parameter. Bars divide the first bracket into stacked parts: "(K G H |
-            K H | K H) D".
-        path: the path of its parameter.
-        index: the part of the parameter that it fills: all of it, unless several tensors are fused.
+            K H | K H) D". The letters are those of `dimensions`.
+        path: the path of the parameter in the model.
+        index: the part of the parameter that the tensor fills: all of it, unless several tensors
+            are fused.
         part: the index of this part of a stacked tensor, whose parts have separate WeightNames.
-        other: a layout of some checkpoints, recognized by the tensor's shape.
+        other: a layout of some checkpoints, recognized by the tensor's shape, or "".
     """
 
     name: str
@@ -61,25 +62,32 @@ class WeightName:
     other: str = ""
 
     def stored_as(self, shape: tuple[int, ...] | None, dims: Mapping[str, int]) -> WeightName:
-        """Return this tensor with the layout that matches its shape in the checkpoint."""
+        """Return this WeightName, with layout `other` if `layout` does not fit the tensor's shape.
+
+        `shape` is the tensor's shape in the checkpoint, or None if unknown, which keeps `layout`.
+        """
         if not self.other or shape is None or shape == self.shape(dims):
             return self
         return replace(self, layout=self.other, other="")
 
     def shape(self, dims: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the tensor's shape in the checkpoint."""
+        """Return the shape of the whole tensor in the checkpoint.
+
+        `dims` gives the size of each letter of the layout (see `dimensions`).
+        """
         return tuple(sum(part) for part in self._sizes(dims))
 
     def arrange(self, tensor: np.ndarray, dims: Mapping[str, int]) -> np.ndarray:
-        """Return a view of the tensor, or of its part, in the parameter's order of dimensions."""
+        """Return a view of the tensor, or its stacked part, in the parameter's dimension order."""
         whole = next(self.blocks(dims, tensor.size))
         return whole.arrange(tensor[slice(*whole.rows)])
 
     def blocks(self, dims: Mapping[str, int], max_values: int) -> Iterator[Block]:
-        """Cut the tensor, or its part, along its first dimension, and yield a Block for each piece.
+        """Yield Blocks that divide the tensor, or its stacked part, along its first dimension.
 
-        Each piece has at most `max_values` values, but at least one entry of the outermost
-        dimension that is fused into the first.
+        Each has at most `max_values` values, but at least one entry of the outermost dimension that
+        is fused into the first. `dims` gives the size of each letter of the layout (see
+        `dimensions`).
         """
         sizes = self._sizes(dims)
         names = [parts[self.part if len(parts) > 1 else 0] for parts in self._source()]
@@ -114,7 +122,7 @@ class WeightName:
 
 
 def dimensions(config: ModelConfig) -> dict[str, int]:
-    """Return the sizes of the letters in `WeightName.layout`.
+    """Return a dict from each letter in `WeightName.layout` to its size in a model.
 
     G is the number of query heads of each kv head. There are E experts of width M and a shared one
     of width S. P is the pair of gate and up projections. Latent attention has latents of ranks L

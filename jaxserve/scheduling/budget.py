@@ -20,14 +20,16 @@ _WEIGHT = 0.25
 
 
 def shared(need: np.ndarray, budget: int) -> TokenShares:
-    """Divide a token budget over rows: one token for each row in need, the rest to the first rows.
+    """Divide the token budget of a step over rows.
+
+    Each row in need gets one token. The first rows get the rest, as far as they need it.
 
     Args:
         need: int32[R], the tokens that each row could compute.
-        budget: tokens of the step, at least one per row.
+        budget: most tokens of the step, at least one per row.
 
     Returns:
-        int32[R], the tokens of each row, and their sum.
+        int32[R], the tokens that each row computes, at most `need`, and their sum.
     """
     total = int(need.sum())
     if total <= budget:
@@ -42,16 +44,16 @@ def shared(need: np.ndarray, budget: int) -> TokenShares:
 def fitted(take: np.ndarray, total: int, sizes: np.ndarray) -> TokenShares:
     """Shorten prompt chunks, the last rows first, until the step has the next smaller padded size.
 
-    The chunks are shortened only if the tokens left to the next step are fewer than the padding
-    of this step would be.
+    The chunks are shortened only if the tokens left to the next step are fewer than the padding of
+    this step would be.
 
     Args:
-        take: int32[R], the tokens of each row. The array is not changed.
+        take: int32[R], the tokens that each row computes. The array is not changed.
         total: the sum of `take`.
-        sizes: padded sizes of steps, ascending.
+        sizes: padded token counts of steps, ascending.
 
     Returns:
-        int32[R], the tokens of each row, and their sum.
+        int32[R], the shortened or equal tokens of each row, and their sum.
     """
     long = np.flatnonzero(take > 1)
     if not len(long):
@@ -73,18 +75,19 @@ def fitted(take: np.ndarray, total: int, sizes: np.ndarray) -> TokenShares:
 
 
 def awaits_token(table: SlotTable, slots: np.ndarray) -> np.ndarray:
-    """Return bool[n]: whether each slot is guided and its newest token has not been read yet."""
+    """Return bool[n]: whether a slot is guided by a grammar and its newest token is not read."""
     return table.is_guided[slots] & (table.length[slots] > table.num_known[slots])
 
 
 def would_part(table: SlotTable, running: np.ndarray, slots: np.ndarray, take: np.ndarray) -> bool:
     """Return whether a planned step would separate guided rows into two alternating groups.
 
-    This is the case if the step consists of guided decodes only while other guided rows still
-    wait for their tokens. The scheduler then waits for all of them. Otherwise the two groups
+    This is the case if the step consists of decodes of guided rows only, while other guided rows
+    still wait for their tokens. The scheduler then waits for all of them. Otherwise the two groups
     would take twice the steps at half the batch.
 
     Args:
+        table: the slot table.
         running: int32[N], the slots of all running rows.
         slots: int32[R], the slots of the planned step.
         take: int32[R], the tokens that each planned row computes.
@@ -95,15 +98,15 @@ def would_part(table: SlotTable, running: np.ndarray, slots: np.ndarray, take: n
 
 
 class LaunchLength:
-    """Chooses the number of decode steps of each launch.
+    """Chooses the number of decode steps of each launch, so that new requests wait briefly.
 
-    A launch has as many steps as fit into `LAUNCH_SECONDS`, so that new requests wait briefly. The
-    duration of a step is a moving average over the launches given to `has_read`. Before the first
-    one a launch has one step.
+    A launch has as many steps as fit into `LAUNCH_SECONDS`, at least one. The duration of a step is
+    a moving average over the launches given to `has_read`. Before the first one a launch has one
+    step.
 
     Args:
         most: the most steps of a launch.
-        fixed: a fixed number of steps, which replaces the computed one, or None.
+        fixed: a number of steps that every launch has (at most `most`), or None to compute it.
     """
 
     def __init__(self, most: int, fixed: int | None) -> None:
@@ -113,7 +116,7 @@ class LaunchLength:
         self._last_read = 0.0
 
     def steps(self) -> int:
-        """Return the number of steps of the next launch."""
+        """Return the number of decode steps that the next launch should have."""
         if self._fixed is not None:
             return min(self._fixed, self._most)
         if self._step_seconds is None:
@@ -123,10 +126,11 @@ class LaunchLength:
         return max(1, int(LAUNCH_SECONDS / self._step_seconds))
 
     def has_read(self, submitted: float, num_steps: int, now: float | None = None) -> None:
-        """Record that the results of a launch have just been read.
+        """Update the average duration of a step after the results of a launch have been read.
 
         Args:
-            submitted: the time of its submission (`time.perf_counter`).
+            submitted: the time of the launch's submission (`time.perf_counter`).
+            num_steps: the steps of the launch.
             now: the current time, if `submitted` is from another clock.
         """
         now = time.perf_counter() if now is None else now

@@ -14,7 +14,7 @@ from jaxserve.scheduling.slot_table import SlotTable
 
 @dataclass(eq=False)
 class StepResult:
-    """The effects of one committed launch."""
+    """The effects of one committed launch: its new tokens, and the sequences that ended."""
 
     # The sequence of each token in `token_ids`. After a launch of several steps, a sequence occurs
     # several times in succession.
@@ -25,7 +25,10 @@ class StepResult:
 
 
 class DrawnTokens(NamedTuple):
-    """The sampled tokens of a launch that its sequences keep."""
+    """The sampled tokens of a launch that its sequences keep, and whether they end the sequences.
+
+    All arrays are over the N rows that keep at least one token, or over the R rows of the plan.
+    """
 
     # bool[R], the rows of the plan that keep at least one token. Their number is N.
     drawn: np.ndarray
@@ -43,10 +46,14 @@ class DrawnTokens(NamedTuple):
 def draws_of(
     table: SlotTable, plan: LaunchPlan, token_ids: np.ndarray, ok: np.ndarray, current: np.ndarray
 ) -> DrawnTokens:
-    """Return the sampled tokens that the sequences of a launch keep.
+    """Return the sampled tokens of a launch that its sequences keep, and which sequences end.
+
+    Tokens are dropped for rows that do not sample, that failed, or whose sequence has lost its
+    slot, and after a row's last token.
 
     Args:
         table: the slot table, with the state before the launch is committed.
+        plan: the rows of the launch.
         token_ids: int32[R], or [num_steps, R] for a launch of several steps.
         ok: bool of the same shape, False where logits were not finite.
         current: bool[R], the rows whose sequence still holds the slot.
@@ -75,9 +82,9 @@ def draws_of(
 def _draws_of_several(
     table: SlotTable, plan: LaunchPlan, token_ids: np.ndarray, ok: np.ndarray, current: np.ndarray
 ) -> DrawnTokens:
-    """Return the kept tokens of a launch of several steps.
+    """Return the kept tokens of a launch of several steps (see `draws_of`).
 
-    As on the device, a row ends with its first stop token, at its maximum length, or with its
+    As on the device, a row ends with its first stop token, at its maximum length, or before its
     first logits that are not finite.
     """
     slots, steps = plan.slots, np.arange(plan.num_steps)[:, None]

@@ -11,10 +11,10 @@ import numpy as np
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probabilities of N tokens, each with K alternatives.
+    """Log-probabilities and ranks of N tokens, and of K alternatives for each of them.
 
-    By default they describe the model's distribution before sampling parameters are applied.
-    Other values of `logprobs_mode` change that.
+    By default they describe the model's distribution before sampling parameters are applied. Other
+    values of `logprobs_mode` change that.
     """
 
     logprob: np.ndarray  # float[N], natural logarithms
@@ -26,14 +26,19 @@ class TokenLogprobs(NamedTuple):
     top_ranks: np.ndarray | None = None
 
     def ranks(self) -> np.ndarray:
-        """Return int[N, K], the rank of each token in `top_ids`."""
+        """Return int[N, K]: the rank of each alternative in `top_ids`, 1 for the most likely."""
         if self.top_ranks is not None:
             return self.top_ranks
         places = np.arange(1, self.top_ids.shape[1] + 1, dtype=np.int32)
         return np.tile(places, (len(self.top_ids), 1))
 
     def part(self, rows: slice, width: int) -> TokenLogprobs:
-        """Return a copy of a slice of the tokens, each with at most `width` alternatives."""
+        """Return a copy of some of the N tokens, with at most `width` alternatives each.
+
+        Args:
+            rows: slice of the tokens.
+            width: most alternatives of a token.
+        """
         return TokenLogprobs(
             self.logprob[rows].copy(),
             self.rank[rows].copy(),
@@ -50,7 +55,7 @@ def score_tokens(
     listed: Listing[int] = (),
     as_logits: bool = False,
 ) -> TokenLogprobs:
-    """Compute log-probabilities of tokens on the host, from whole rows of logits.
+    """Compute in NumPy the log-probability and rank of one token per row, and alternatives.
 
     The host scores tokens if the device lacks room for the alternatives. The result of a row
     depends on that row only.
@@ -58,8 +63,9 @@ def score_tokens(
     Args:
         logits: float[N, V], -inf for excluded tokens.
         tokens: int[N], one token per row.
-        width: K, the number of alternatives per row, at most V. Ties go to the lower token id.
-        listed: K token ids to score instead of the most likely tokens.
+        width: K, the number of most likely tokens to return as alternatives, at most V. Ties go to
+            the lower token id.
+        listed: token ids to return as alternatives instead of the most likely tokens.
         as_logits: return logits instead of log-probabilities.
     """
     rows, width = np.arange(len(logits))[:, None], min(width, logits.shape[1])
@@ -87,7 +93,7 @@ def score_tokens(
 
 
 def _ranks(row: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the rank of each value in float[V]: one plus the number of greater elements."""
+    # One plus the number of greater elements of `row`, for each value.
     return 1 + len(row) - np.searchsorted(np.sort(row), values, side="right")
 
 
@@ -101,7 +107,10 @@ def _most_likely(row: np.ndarray, width: int) -> np.ndarray:
 
 
 class StepLogprobs(NamedTuple):
-    """The log-probabilities that a launch computed, for the rows that request them."""
+    """The log-probabilities that a launch computed for sampled tokens and prompts, by row.
+
+    R is the number of rows of the launch, and T its number of tokens.
+    """
 
     # int32[R], the number of alternatives that each row requests. -1 if a row requests no log-
     # probabilities.
@@ -116,7 +125,7 @@ class StepLogprobs(NamedTuple):
     prompts: Mapping[int, TokenLogprobs] = MappingProxyType({})
 
     def of_draws(self, drawn: np.ndarray) -> list[TokenLogprobs | None]:
-        """Return the log-probabilities of each sampled token, or None for rows without a request.
+        """Return for each sampled token its log-probabilities, or None if its row requests none.
 
         Args:
             drawn: bool[R], the rows that sampled a token.
@@ -131,13 +140,16 @@ class StepLogprobs(NamedTuple):
 
 
 class PromptLogprobs:
-    """The log-probabilities of a prompt's tokens except the first, filled chunk by chunk.
+    """Log-probabilities of a prompt's tokens except the first. `put` stores them chunk by chunk.
 
     They survive preemption. Chunks that are computed again are written again, with equal values.
 
     Args:
+        num_prompt: number of tokens of the prompt.
+        width: number of alternatives per token.
         by_host: whether the host computes them: the device has too little room for the
             alternatives, or logits were requested.
+        as_logits: whether they are logits instead of log-probabilities.
     """
 
     def __init__(
@@ -156,7 +168,12 @@ class PromptLogprobs:
         return self._filled == self._num_tokens
 
     def put(self, start: int, part: TokenLogprobs) -> None:
-        """Store the log-probabilities of the tokens at positions start + 1, start + 2, ..."""
+        """Store the log-probabilities of the prompt tokens at positions start + 1, start + 2, ...
+
+        Args:
+            start: the first position, at most the number of tokens stored so far.
+            part: the log-probabilities of a chunk.
+        """
         if self._logprobs is None:
             shape = (self._num_tokens,)
             empty = [np.zeros(shape + column.shape[1:], column.dtype) for column in part[:4]]
@@ -168,7 +185,10 @@ class PromptLogprobs:
         self._filled = max(self._filled, end)
 
     def take(self) -> TokenLogprobs:
-        """Return all log-probabilities and release them. It can be called once."""
+        """Return the log-probabilities of all tokens of the prompt but the first, and release them.
+
+        The method can be called once, when all chunks have been stored.
+        """
         assert self.is_complete and not self.is_sent
         logprobs, self._logprobs, self.is_sent = self._logprobs, None, True
         if logprobs is None:

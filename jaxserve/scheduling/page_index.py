@@ -18,12 +18,12 @@ _UPPER = 1 if sys.byteorder == "little" else 0
 
 
 class PageIndex:
-    """A hash table from page keys to pages that handles a batch of keys per call.
+    """A hash table from page keys to pages of the KV cache that handles an array of keys per call.
 
     A step publishes, evicts and looks up hundreds of keys in memory that is not in the processor's
-    cache. A dictionary takes 0.3 us for each of them, one after the other. Here a batch takes a
-    dozen array operations, whose loads overlap. Keys are random numbers, so parts of a key are its
-    hash: the lower half of the first word selects the bucket, the upper half is the cell's tag.
+    cache. A dictionary takes 0.3 us for each of them. Here an array of keys takes a dozen array
+    operations, whose loads overlap. Keys are random numbers, so parts of a key are its hash: the
+    lower half of the first word selects the bucket, the upper half is the cell's tag.
 
     A key is not stored if its bucket is full, if its tag is 0, or if another key in the bucket has
     the same tag. The cost is a page that is not cached. A lookup never returns a wrong page.
@@ -44,7 +44,7 @@ class PageIndex:
         self._first_of, self._second_of = np.zeros((WORDS, num_pages), np.uint64)
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Return intp[n]: the page of each key in u64[n, WORDS], or 0 for an unknown key."""
+        """Return intp[n]: the page of each key in `keys`, u64[n, WORDS], or 0 if it has none."""
         pages_of_keys = np.zeros(len(keys), np.intp)
         bucket, tag = self._hash(keys)
         key, cell = (self._buckets.take(bucket, axis=0) == tag[:, None]).nonzero()
@@ -54,7 +54,7 @@ class PageIndex:
         return pages_of_keys
 
     def holds(self, key: np.ndarray) -> bool:
-        """Return whether a key, u64[WORDS], may have a page.
+        """Return whether a page may be stored under a key, u64[WORDS].
 
         False is exact. True can be wrong if another key has the same bucket and tag.
         """
@@ -69,9 +69,10 @@ class PageIndex:
         return is_first & (self._second_of.take(pages) == keys[:, 1])
 
     def add(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Store pages, intp[n], under their keys, u64[n, WORDS], and return the stored ones.
+        """Store pages, intp[n], under their keys, u64[n, WORDS], and return the stored pages.
 
-        A key that already has a page keeps that page. Of equal keys in a call, the first is stored.
+        A page is not stored if its key already has a page, or if the key's bucket has no room. Of
+        equal keys in a call, the first is stored.
         """
         if len(pages) <= _FEW:
             return self._add_few(pages, keys)
@@ -97,7 +98,10 @@ class PageIndex:
         return np.concatenate([stored, self.add(pages[~is_kept], keys[~is_kept])])
 
     def _add_few(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Store pages one by one, with the result of `add`."""
+        """Store a few pages one by one, with the arguments and the result of `add`.
+
+        This is faster than array operations for one or two pages.
+        """
         positions: list[int] = []
         for position, (page, (first, second)) in enumerate(
             zip(pages.tolist(), keys.tolist(), strict=True)
@@ -113,25 +117,25 @@ class PageIndex:
         return pages[positions]
 
     def keys(self, pages: np.ndarray) -> np.ndarray:
-        """Return the keys, u64[n, WORDS], of pages in the table."""
+        """Return u64[n, WORDS]: the key under which each of the given stored pages is found."""
         return np.stack([self._first_of[pages], self._second_of[pages]], axis=1)
 
     def remove(self, pages: np.ndarray) -> None:
-        """Remove pages from the table, all of which must be in it."""
+        """Remove pages, intp[n], from the hash table. All of them must be stored."""
         self._tags[self._cell_of.take(pages)] = 0
 
     def clear(self) -> None:
-        """Remove all pages from the table."""
+        """Remove all pages from the hash table."""
         self._tags[:] = 0
 
     def pages(self) -> np.ndarray:
-        """Return all pages that their keys find, in ascending order."""
+        """Return all pages in the hash table that a lookup of their own key finds, ascending."""
         pages = np.sort(self._page_of[self._tags > 0])
         return pages[self.find(self.keys(pages)) == pages]
 
 
 class StoredPages(NamedTuple):
-    """Pages that were added to the prefix cache. The pages of a sequence are adjacent."""
+    """An event of the prefix cache: pages were added. The pages of a sequence are adjacent."""
 
     keys: np.ndarray  # u64[n, WORDS]
     slots: np.ndarray  # intp[n], the slot of each page's sequence
@@ -144,13 +148,13 @@ class StoredPages(NamedTuple):
 
 
 class RemovedPages(NamedTuple):
-    """Pages that were evicted from the prefix cache, as keys u64[n, WORDS]."""
+    """An event of the prefix cache: pages were evicted. It has their keys, u64[n, WORDS]."""
 
     keys: np.ndarray
 
 
 class ClearedPages(NamedTuple):
-    """All pages were removed from the prefix cache."""
+    """An event of the prefix cache: all pages were removed."""
 
 
 Change = StoredPages | RemovedPages | ClearedPages

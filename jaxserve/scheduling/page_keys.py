@@ -18,7 +18,7 @@ _LABEL = b"jaxserve page keys, version 1"
 
 
 class PrefixKeys(NamedTuple):
-    """The keys of a sequence's first full pages, and the hash state from which the next follows."""
+    """The keys of the full pages of a sequence, and the hash state from which later keys follow."""
 
     keys: np.ndarray  # u64[pages, WORDS]
     state: np.ndarray  # u64[LANES], after the last page
@@ -37,14 +37,14 @@ class PageKeys:
     probability 2**-128. A sum extends page by page. A whole prompt takes a few array operations,
     whereas a digest per page would take a microsecond each.
 
-    The numbers are the output of SHAKE-256 (FIPS 202) for a secret, by default 32 random bytes.
-    Secret and numbers stay in the process, so an attacker cannot search for prefixes that share a
-    key. Engines with the same secret give equal prefixes equal keys, for any `max_tokens`. The
-    page size is an input, since pages of 16 and of 32 tokens contain different parts of a prefix.
-    The model is not an input: keys only find pages of the engine that made them. A component that
-    shares pages between engines must identify the model itself.
+    The random numbers are the output of SHAKE-256 (FIPS 202) for a secret. Secret and numbers stay
+    in the process, so an attacker cannot search for prefixes that share a key. Engines with the
+    same secret and page size give equal prefixes equal keys, for any `max_tokens`. The model is not
+    an input: a component that shares pages between engines must identify the model itself.
 
     Args:
+        max_tokens: the most tokens of a sequence.
+        page_size: number of tokens per page.
         secret: at least SECRET_BYTES bytes, or None for a random secret of this process.
     """
 
@@ -59,7 +59,12 @@ class PageKeys:
         self._of_tokens = numbers[fixed:].reshape(pages, LANES, page_size)
 
     def prefix(self, salt: str, tokens: np.ndarray) -> PrefixKeys:
-        """Return the keys of all full pages of the tokens i32[n], and the hash state after them."""
+        """Return the keys of all full pages of a token sequence, and the hash state after them.
+
+        Args:
+            salt: the cache salt, which separates equal prefixes. Empty for none.
+            tokens: i32[n], the tokens from the start of the sequence.
+        """
         start = self._start
         if salt:
             words = np.frombuffer(blake2b(salt.encode(), digest_size=16).digest(), "<u4")
@@ -80,11 +85,11 @@ class PageKeys:
 
         Args:
             states: u64[n, LANES], the hash states after the preceding pages.
-            page: i32[n], the number of the page within its sequence.
-            tokens: i32[n, page_size], the tokens of the page.
+            page: i32[n], the index of the next page within its sequence.
+            tokens: i32[n, page_size], the tokens of the next page.
 
         Returns:
-            The keys, u64[n, WORDS], and the new states, u64[n, LANES].
+            The keys, u64[n, WORDS], and the hash states after the pages, u64[n, LANES].
         """
         states = states + _sums(self._of_tokens[page], tokens)
         return _keys(states), states

@@ -22,11 +22,15 @@ class Snapshots(Protocol):
 
 
 class PagePool:
-    """The allocator of the pages of the KV cache.
+    """The allocator of the pages of the KV cache, with reference counts and a prefix cache.
 
-    A page is free if no sequence holds it. `allocate` returns blank free pages first, then cached
-    free pages in the order of their release. Page 0 is the null page, the target of padding, and
-    is never allocated. The cost of each operation is proportional to the number of its pages.
+    A page is free if no sequence holds it. `allocate` returns free pages without a cached key
+    first, then cached free pages in the order of their release. Page 0 is the null page, the target
+    of padding, and is never allocated. The cost of each operation is proportional to the number of
+    its pages.
+
+    Raises:
+        ValueError: `num_pages` is below 2.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -46,7 +50,7 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Free all pages and remove all cached keys."""
+        """Free all pages and remove all keys from the prefix cache."""
         # int32[P], the number of sequences that hold each page.
         self.ref_count = np.zeros(self.num_pages, np.int32)
         # bool[P], whether the index finds the page by its key.
@@ -65,19 +69,19 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Number of pages that can be allocated."""
+        """Number of pages that no sequence holds, and that can be allocated."""
         return self._num_blank + self._num_evictable
 
     @property
     def num_usable(self) -> int:
-        """Number of pages without the null page."""
+        """Number of pages of the pool without the null page."""
         return self.num_pages - 1
 
     def allocate(self, count: int) -> np.ndarray:
         """Allocate pages with reference count 1 and return them, intp[count].
 
-        The caller has checked that `count` is at most `num_free`. Cached pages are evicted if
-        there are too few blank ones.
+        The caller has checked that `count` is at most `num_free`. If there are too few free pages
+        without a key, cached free pages are evicted from the prefix cache.
         """
         assert count <= self.num_free, "allocate beyond num_free"
         if count > self._num_blank:
@@ -132,14 +136,17 @@ class PagePool:
         self._num_evictable += len(pages)
 
     def _evictable(self) -> np.ndarray:
-        """Return the free cached pages in the order of eviction."""
+        # In the order of eviction.
         entries = self._queue[self._head : self._tail]
         return entries[self._place_of[entries] == np.arange(self._head, self._tail)]
 
     def match(self, keys: np.ndarray) -> np.ndarray:
-        """Return the cached pages of the longest prefix of `keys`, u64[n, WORDS].
+        """Return the cached pages of the longest known prefix of page keys, intp[m] with m <= n.
 
         Reference counts do not change.
+
+        Args:
+            keys: u64[n, WORDS], the keys of a sequence's first pages, in order.
         """
         # Most prompts have no cached page, and a lookup of their first page shows that.
         if not len(keys) or not self.index.holds(keys[0]):
@@ -149,11 +156,15 @@ class PagePool:
         return pages[: missing[0]] if len(missing) else pages
 
     def num_evictable(self, pages: np.ndarray) -> int:
-        """Return the number of the given cached pages that no sequence holds."""
+        """Return how many of the given cached pages no sequence holds."""
         return int(np.count_nonzero(self.ref_count[pages] == 0)) if len(pages) else 0
 
     def share(self, pages: np.ndarray) -> None:
-        """Increment the reference counts of cached pages."""
+        """Increment the reference counts of cached pages, so that they are not evicted.
+
+        Args:
+            pages: the pages that `match` returned for a sequence.
+        """
         if not len(pages):
             return
         self._num_evictable -= self.num_evictable(pages)
@@ -161,10 +172,9 @@ class PagePool:
         self.ref_count[pages] += 1
 
     def release(self, *pages_of: np.ndarray) -> None:
-        """Decrement the reference counts of the pages of sequences, and free unused pages.
+        """Decrement the reference counts of the pages of sequences. Pages at zero become free.
 
-        Of a sequence, the last page is evicted first, because a prefix is more useful than its
-        tail.
+        The last page of a sequence is evicted first, because a prefix is more useful than its tail.
 
         Args:
             pages_of: for each sequence its pages, in the order of its tokens.
@@ -191,12 +201,13 @@ class PagePool:
         self._make_evictable(idle[cached][::-1])
 
     def publish(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Add full, computed pages, i32[n], to the prefix cache under their keys, u64[n, WORDS].
+        """Add full, computed pages to the prefix cache, and return the added ones, intp[m].
 
-        A key that already has a page keeps it.
+        A page is not added if its key already has a page.
 
-        Returns:
-            intp[m], the pages that were added.
+        Args:
+            pages: i32[n], the pages.
+            keys: u64[n, WORDS], their keys.
         """
         added = self.index.add(pages.astype(np.intp), keys)
         self.is_cached[added] = True
@@ -204,7 +215,7 @@ class PagePool:
         return added
 
     def clear_cache(self) -> None:
-        """Remove all keys from the prefix cache. Free cached pages become blank."""
+        """Remove all keys from the prefix cache. Pages that sequences hold stay allocated."""
         pages = self._evictable()
         self._add_blank(pages)
         self._place_of[pages] = _NOWHERE
@@ -221,7 +232,7 @@ class PagePool:
             self.on_change(ClearedPages())
 
     def check(self, num_holders: np.ndarray) -> None:
-        """Check the pool's invariants.
+        """Check the invariants of the pool's counts, queues and keys.
 
         Args:
             num_holders: int32[P], the number of sequences that list each page.
@@ -250,12 +261,14 @@ class PagePool:
 
 
 def most_pages(length: int, page_size: int, window: int | None, chunk: int) -> int:
-    """Return the most pages that a sequence of `length` tokens holds at once.
+    """Return the most pages of the KV cache that a sequence of `length` tokens holds at once.
 
-    Pages outside the window are freed when the results of a step are read. The next step has then
-    been submitted already, so a sequence holds two chunks in addition to the window.
+    Pages outside the attention window are freed when the results of a step are read. The next step
+    has then been submitted already, so a sequence holds two chunks in addition to the window.
 
     Args:
+        length: the tokens of the sequence.
+        page_size: number of tokens per page.
         window: the positions that a token attends to, including its own. None for all.
         chunk: the most tokens of the sequence that a step computes.
     """
@@ -268,7 +281,10 @@ def most_pages(length: int, page_size: int, window: int | None, chunk: int) -> i
 def longest_held(
     num_pages: int, page_size: int, window: int | None, chunk: int, length: int
 ) -> int:
-    """Return the length of the longest sequence, at most `length`, that fits into `num_pages`."""
+    """Return the length of the longest sequence that fits into `num_pages` pages of KV cache.
+
+    It is at most `length`. The other arguments are those of `most_pages`.
+    """
     if most_pages(length, page_size, window, chunk) <= num_pages:
         return length
     return num_pages * page_size

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Row(NamedTuple):
-    """A sequence's part of a launch: the tokens [start, start + num_tokens) of its slot."""
+    """The part of one sequence in a launch: its tokens [start, start + num_tokens)."""
 
     slot: int
     start: int
@@ -35,7 +35,7 @@ class StatePlan(NamedTuple):
 
 @dataclass(eq=False)
 class LaunchPlan:
-    """The rows of one launch, as arrays with one entry per row.
+    """The rows of one launch, one per sequence, as arrays with one entry per row.
 
     In a launch of several steps each row has one token, samples in every step, and computes the
     sampled token in the next step.
@@ -65,15 +65,18 @@ class LaunchPlan:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int32[R]: the known tokens of each row after its first step."""
+        """int32[R]: for each row the tokens of its sequence up to the end of its first step."""
         return self.starts + self.num_tokens
 
     @property
     def ends(self) -> np.ndarray:
-        """int32[R]: the computed tokens of each row after the launch, unless the row ends early."""
+        """int32[R]: the computed tokens of each row's sequence after all steps of the launch.
+
+        The true number is lower for a sequence that ends within the launch.
+        """
         return self.starts + (self.num_tokens if self.row_steps is None else self.row_steps)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows one by one."""
+        """Yield the rows of the plan one by one, as Row tuples of Python numbers."""
         for row in zip(self.slots, self.starts, self.num_tokens, self.samples, strict=True):
             yield Row(int(row[0]), int(row[1]), int(row[2]), bool(row[3]))

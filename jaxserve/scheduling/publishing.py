@@ -18,13 +18,13 @@ _STEPS = 8
 
 
 class Publisher:
-    """The publisher of running sequences' full pages to the prefix cache.
+    """Adds the full pages of running sequences to the prefix cache, with keys of their tokens.
 
     Args:
+        pool: the page pool, which has the prefix cache.
         slots: the slot table. Pages full of committed tokens can be published.
         enabled: whether pages are published at all.
         secret: the secret of page keys (see PageKeys).
-
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Publisher:
     def keys_of(self, sequence: Sequence) -> PrefixKeys:
         """Return the keys of a waiting sequence's full pages.
 
-        They are computed once and stored in the sequence until it gets a slot.
+        The keys are computed once and stored in the sequence until it gets a slot.
         """
         if sequence.prefix_keys is None:
             sequence.prefix_keys = self.page_keys.prefix(
@@ -50,10 +50,16 @@ class Publisher:
     def note(
         self, plan: LaunchPlan, valid: np.ndarray, running: np.ndarray, ending: np.ndarray
     ) -> None:
-        """Record the tokens of a launch as committed, and publish the pages that are due.
+        """Update `num_committed` after a launch has been read, and publish full pages that are due.
+
+        Pages of prompt chunks and ending sequences are published now, pages of all running
+        sequences every eight steps.
 
         Args:
+            plan: the rows of the launch.
             valid: bool[R], the rows that still belong to their sequence and had finite logits.
+            running: the slots of all running sequences.
+            ending: the slots of sequences that end with this launch.
         """
         table = self.slots
         ends = plan.ends
@@ -78,7 +84,11 @@ class Publisher:
             self.publish(ending)
 
     def publish(self, slots: np.ndarray) -> None:
-        """Publish all full, computed pages of the given slots."""
+        """Add the pages of slots that are full of computed tokens to the prefix cache.
+
+        Pages that were published before are skipped. If publishing is disabled, the call has no
+        effect.
+        """
         if not self.enabled:
             return
         table = self.slots
@@ -103,11 +113,11 @@ class Publisher:
     def _stored(
         self, owner: np.ndarray, nth: np.ndarray, pages: np.ndarray, added: np.ndarray
     ) -> StoredPages:
-        """Return the change that describes newly published pages.
+        """Return the StoredPages event of newly published pages.
 
         Args:
             owner: intp[n], the slot of each page.
-            nth: intp[n], the number of each page within its slot.
+            nth: intp[n], the index of each page within its slot.
             pages: i32[n], the pages. They can contain duplicates.
             added: the pages that were added to the prefix cache.
         """

@@ -36,19 +36,22 @@ _HEAD = struct.Struct(
 
 
 def put_settings(words: memoryview, row: int, *values: float) -> None:
-    """Write the settings of a row, in the order of `Settings` and without stop_token_ids.
+    """Write the sampling settings of one row into the settings array i32[R, W].
 
     One call to `struct` takes less time than single assignments to NumPy arrays, which would be
     most of the cost of a new sequence. The caller keeps the memoryview for the same reason.
 
     Args:
         words: the memory of i32[R, W].
+        row: the row to write.
+        values: the scalar fields of `Settings` in order, with all elements of its vectors and
+            without stop_token_ids.
     """
     _HEAD.pack_into(words, row * words.itemsize * WIDTH, *values)
 
 
 class Settings(NamedTuple, Generic[AnyArray]):
-    """The settings of R rows, as columns of one array i32[R, W].
+    """The sampling settings of R rows, as columns of one array i32[R, W].
 
     The columns are copied together and reach the device as one array.
     """
@@ -66,10 +69,11 @@ class Settings(NamedTuple, Generic[AnyArray]):
 
     @classmethod
     def of(cls, read: Callable[[slice | int, type[np.generic]], AnyArray]) -> Settings[AnyArray]:
-        """Build the columns of an array i32[R, W].
+        """Build Settings from the columns of an array i32[R, W] of 32-bit words.
 
         Args:
-            read: a function that returns a slice of columns, or one column, as another dtype.
+            read: a function of columns (a slice, or one index) and a dtype. It returns these
+                columns of the array with their bits as that dtype.
         """
         parts: list[AnyArray] = []
         first = 0

@@ -27,11 +27,13 @@ from jaxserve.scheduling.waiting import WaitingQueue
 
 
 class Scheduler:
-    """The scheduler of one page pool and one slot table: admission, chunks, pages, preemption.
+    """Chooses the rows of each launch: admission, prompt chunks, allocation of pages, preemption.
 
     Args:
+        pool: the allocator of the KV cache's pages.
+        slots: the table of the running sequences.
         max_num_batched_tokens: the token budget of a step. It is at least the number of slots, so
-            that every running sequence advances in every step.
+            that every running sequence advances in every step. A ValueError is raised otherwise.
         long_prefill_token_threshold: the most tokens of one row, or 0 for no limit.
         enable_prefix_caching: whether full pages are published and matched.
         policy: the order of the waiting sequences.
@@ -87,14 +89,14 @@ class Scheduler:
         return self.num_running > 0 or self.num_waiting > 0
 
     def running_sequences(self) -> list[Sequence]:
-        """Return the running sequences, best rank first."""
+        """Return the running sequences in rank order. The last one is preempted first."""
         return [self.slots.sequences[slot] for slot in self._running.tolist()]
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence to the waiting queue.
 
         Raises:
-            InvalidRequest: the sequence does not fit into the cache, even alone. The scheduler's
+            InvalidRequest: the sequence does not fit into the KV cache, even alone. The scheduler's
                 state has not changed.
         """
         length = sequence.request.max_length
@@ -115,10 +117,11 @@ class Scheduler:
         return most_pages(length, self.pool.page_size, self.slots.window, self.max_row_tokens)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
-        """End a waiting or running sequence. Return False if it has ended already.
+        """End a waiting or running sequence. Return False if it has ended already, else True.
 
-        A step in flight may still write to its pages. That is harmless: steps run in order, and
-        the next owner of a page writes each cell before it reads it.
+        Its slot and pages are released. A step in flight may still write to the pages. That is
+        harmless: steps run in order, and the next owner of a page writes each cell before it reads
+        it.
         """
         if sequence.finish_reason is not None:
             return False
@@ -158,7 +161,14 @@ class Scheduler:
     def _plan(
         self, slots: np.ndarray, take: np.ndarray, total: int, num_steps: int = 1
     ) -> LaunchPlan:
-        """Return the plan of the given rows, and count their tokens as computed."""
+        """Return the plan of the given rows, and count their tokens as computed in the slot table.
+
+        Args:
+            slots: the slots of the rows.
+            take: the tokens of each row, in all steps.
+            total: the tokens of the first step.
+            num_steps: the steps of the launch.
+        """
         table = self.slots
         starts = table.num_computed[slots]
         ends = starts + take
@@ -180,10 +190,13 @@ class Scheduler:
         return LaunchPlan(slots, starts, take, samples, generations, 1, total, None, states)
 
     def _draws_ahead(self, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the slots of a launch of several steps, and the number of tokens of each.
+        """Return the slots of a launch of several decode steps, and the number of tokens of each.
 
         Their pages have been allocated. Return None if a row needs the host between two steps, or
         if too few pages are free: future tokens never cause a preemption.
+
+        Args:
+            max_steps: the most steps of the launch, at least 2.
         """
         running, table = self._running, self.slots
         if table.window is not None:  # pages are reserved for two chunks beside the window
@@ -207,9 +220,13 @@ class Scheduler:
         return (slots, draws) if self._grow(slots, table.num_computed[slots] + draws) else None
 
     def _grow(self, slots: np.ndarray, ends: np.ndarray) -> bool:
-        """Allocate the pages that slots need for their tokens before `ends`.
+        """Allocate the pages that slots need, and return whether enough pages are free.
 
-        Return False, without any allocation, if too few pages are free for all slots.
+        If too few pages are free for all slots, no page is allocated.
+
+        Args:
+            slots: the slots.
+            ends: the number of tokens of each slot that need pages.
         """
         table, size = self.slots, self.pool.page_size
         counts = table.num_pages[slots]
@@ -258,7 +275,11 @@ class Scheduler:
         self.num_preemptions += 1
 
     def preempt_all(self, precedence: Callable[[Sequence], int]) -> None:
-        """Preempt all running sequences, and assign a precedence to every waiting sequence."""
+        """Preempt all running sequences, and give each waiting sequence a new precedence.
+
+        Args:
+            precedence: function from a sequence to its precedence.
+        """
         for slot in self._running[::-1].tolist():
             self._preempt(slot)
         self.waiting.rank_anew(precedence)
@@ -266,7 +287,12 @@ class Scheduler:
     def _admit(self, take: np.ndarray, total: int) -> budgets.TokenShares:
         """Admit waiting sequences while slots, pages and token budget suffice.
 
-        Return the tokens of all running rows, and their sum.
+        Args:
+            take: the tokens that each running row computes in this step.
+            total: the sum of `take`.
+
+        Returns:
+            `take` and `total` with the new rows, in rank order.
         """
         budget = self.max_num_batched_tokens - total
         slots: list[int] = []
@@ -314,9 +340,13 @@ class Scheduler:
         return needed + num_running <= free or num_running == 0
 
     def _place(self, sequence: Sequence, hits: np.ndarray, cached: int, end: int) -> int:
-        """Give a waiting sequence a slot, its cached pages, and pages for its tokens before `end`.
+        """Give a waiting sequence a slot, with pages for its tokens before `end`. Return the slot.
 
-        Return the slot.
+        Args:
+            sequence: the sequence.
+            hits: its cached pages, which are shared.
+            cached: the tokens in these pages, which count as computed.
+            end: the number of tokens that need pages.
         """
         slot = self.slots.acquire(sequence)
         fresh = -(-end // self.pool.page_size) - len(hits)
@@ -355,7 +385,8 @@ class Scheduler:
             ok: bool of the same shape, False where the row's logits were not finite.
 
         Returns:
-            The new tokens and the sequences that ended.
+            The new tokens and the sequences that ended. Rows whose sequence has lost its slot since
+            `schedule` are ignored.
         """
         table = self.slots
         current = table.generation[plan.slots] == plan.generations
@@ -412,7 +443,7 @@ class Scheduler:
         self._running = self._running[self.slots.generation[self._running] > 0]
 
     def check(self) -> None:
-        """Check all invariants of pages, slots and counters.
+        """Check all invariants of the scheduler's pages, slots and counters.
 
         Raises:
             AssertionError: an invariant is broken. The message names it.
@@ -425,9 +456,12 @@ class Scheduler:
 def check_invariants(
     pool: PagePool, table: SlotTable, waiting: WaitingQueue, running: np.ndarray
 ) -> None:
-    """Check all invariants of a scheduler's state between two steps.
+    """Check all invariants of a scheduler's pages, slots and counters between two steps.
 
     Args:
+        pool: the page pool.
+        table: the slot table.
+        waiting: the waiting queue.
         running: the slots of running sequences, in rank order.
 
     Raises:

@@ -16,7 +16,7 @@ NO_SLOT = -1
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A completion of a request, owned by the scheduler until it has finished.
+    """One completion of a request, from its arrival to its end, owned by the scheduler.
 
     While a sequence has a slot, its tokens and counters are in the slot table's columns, where a
     step over hundreds of sequences takes a few array operations.
@@ -49,14 +49,14 @@ class Sequence:
 
     @property
     def num_prompt(self) -> int:
-        """Number of prompt tokens."""
+        """Number of tokens of the sequence's prompt."""
         return len(self.request.prompt_token_ids)
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are requested and incomplete."""
+        """Whether log-probabilities of the prompt are requested and not complete yet."""
         return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
 
     def output_token_ids(self) -> list[int]:
-        """Return the generated tokens of a finished sequence."""
+        """Return the generated token ids of a sequence that has no slot (waiting or finished)."""
         return self.token_ids[self.num_prompt :].tolist()

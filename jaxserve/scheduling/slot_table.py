@@ -157,8 +157,8 @@ class SlotTable:
         """Write the sampling settings and stop tokens of a slot, and return `SamplerFeature` flags.
 
         The flags are those that the step on the device needs: the request's flags, without
-        log-probabilities that the host computes, and with prompt log-probabilities that are
-        still due. `max_stops` and `has_prompt_logprobs` are updated.
+        log-probabilities that the host computes, and with prompt log-probabilities that are still
+        due. `max_stops` and `has_prompt_logprobs` are updated.
         """
         request = sequence.request
         sampling, stops = request.sampling, request.stop_token_ids
@@ -192,11 +192,11 @@ class SlotTable:
         return features
 
     def put_tokens(self, slots: np.ndarray, where: np.ndarray, tokens: np.ndarray) -> None:
-        """Write token ids: tokens[i] to position where[i] of slots[i]."""
+        """Write tokens[i] to position where[i] of the known token ids of slots[i]."""
         self._flat_tokens[slots * self.max_model_len + where] = tokens
 
     def guide(self, slot: int) -> None:
-        """Update `is_guided` of a slot and `num_guided` from the constraint of its sequence."""
+        """Update `is_guided` of a slot, and the count `num_guided`, from its grammar constraint."""
         constraint = self.sequences[slot].constraint
         is_guided = constraint is not None and constraint.is_guided
         self.num_guided += int(is_guided) - int(self.is_guided[slot])
@@ -206,10 +206,8 @@ class SlotTable:
         """Advance the grammar constraint of a sequence, which must have one, by its newest token.
 
         If the sequence still has a slot, the slot is marked for a new token mask if the allowed
-        tokens changed, and `is_guided` is updated.
-
-        Returns:
-            Whether the constrained text is complete.
+        tokens changed, and `is_guided` is updated. The result is whether the constrained text is
+        complete.
 
         Raises:
             GrammarError: see `text.grammars.Constraint.advance`.
@@ -223,19 +221,21 @@ class SlotTable:
         return is_complete
 
     def wants_logprob(self, slots: np.ndarray, where: np.ndarray) -> np.ndarray:
-        """Return bool[n]: whether the token after position where[i] of slots[i] belongs to a prompt
-        whose log-probabilities were requested."""
+        """Return bool[n]: whether slots[i] needs the log-probability of its token at where[i] + 1.
+
+        It is True for tokens of a prompt whose log-probabilities are requested and incomplete.
+        """
         is_requested = self.features[slots] & _PROMPT_LOGPROBS != 0
         return is_requested & (where + 1 < self.num_prompt[slots])
 
     def pages(self, slot: int) -> np.ndarray:
-        """Return a view of the pages that a slot holds, in order."""
+        """Return a view of the pages of KV cache that a slot holds, in the order of its tokens."""
         return self.page_table[slot, self.first_page[slot] : self.num_pages[slot]]
 
     def take_unsent(self, slots: np.ndarray) -> np.ndarray:
-        """Return the positions in the flat page table whose pages the device does not have yet.
+        """Return the positions in the flat page table whose entries the device does not have yet.
 
-        The pages are marked as sent.
+        Only the given slots are read, and their entries are marked as sent.
         """
         ends, sent = self.num_pages[slots], self.num_sent[slots]
         rows = (ends > sent).nonzero()[0]
@@ -246,13 +246,16 @@ class SlotTable:
         return flat_ranges(owners, start + sent[rows], start + ends[rows])[1]
 
     def num_outside(self, computed: Any) -> Any:
-        """Return the number of pages that no token after the first `computed` tokens attends to."""
+        """Return the number of a sequence's first pages that are outside the attention window.
+
+        No token after the first `computed` tokens attends to them. Without a window it is 0.
+        """
         if self.window is None:
             return 0
         return np.maximum(computed - self.window + 1, 0) // self.page_size
 
     def drop_pages(self, slot: int, last: int) -> np.ndarray:
-        """Remove the pages before number `last` from a slot, and return them for the pool."""
+        """Remove the pages before index `last` from a slot, and return them (to free them)."""
         first = int(self.first_page[slot])
         pages = self.page_table[slot, first:last].copy()
         self.page_table[slot, first:last] = NULL_PAGE
@@ -260,16 +263,15 @@ class SlotTable:
         return pages
 
     def append_pages(self, slot: int, pages: np.ndarray) -> None:
-        """Add pages at the end of one slot's list."""
+        """Add pages of KV cache at the end of a slot's row of the page table."""
         first = int(self.num_pages[slot])
         self.page_table[slot, first : first + len(pages)] = pages
         self.num_pages[slot] = first + len(pages)
 
     def release(self, slots: list[int]) -> list[np.ndarray]:
-        """Free slots, and store the known tokens of their sequences in `token_ids`.
+        """Free slots, and store the known tokens of their sequences in `Sequence.token_ids`.
 
-        Returns:
-            For each slot a view of its pages, which the caller releases to the pool.
+        The result has for each slot a view of its pages, which the caller releases to the pool.
         """
         ending = np.array(slots, np.intp)
         pages: list[np.ndarray] = []
@@ -288,7 +290,7 @@ class SlotTable:
         return pages
 
     def held(self, num_pages: int) -> np.ndarray:
-        """Return int32[num_pages]: the number of slots that list each page."""
+        """Return int32[num_pages]: for each page the number of slots that hold it."""
         counts = np.zeros(num_pages, np.int32)
         for slot, sequence in enumerate(self.sequences):
             if sequence is not None:
@@ -299,7 +301,7 @@ class SlotTable:
 def flat_ranges(
     slots: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return all pairs (slot, n) with first <= n < last, slot by slot, as two arrays."""
+    """Return all pairs (slots[i], n) with first[i] <= n < last[i], in order of i, as two arrays."""
     counts = last - first
     owner = slots.repeat(counts)
     return owner, np.arange(len(owner)) + (last - counts.cumsum()).repeat(counts)

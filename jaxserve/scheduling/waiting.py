@@ -19,9 +19,9 @@ _Entry = tuple[int, int, Sequence]
 class WaitingQueue:
     """The queue of waiting sequences, ordered by precedence, priority (optional) and arrival.
 
-    A preempted sequence keeps its arrival and returns ahead of later arrivals. Removal is lazy: a
-    sequence that ended while waiting is dropped when it reaches the front, or when ended
-    sequences outnumber the others.
+    A preempted sequence keeps its arrival and returns ahead of later arrivals. A sequence that
+    ended while waiting is dropped when it reaches the front, or when ended sequences outnumber the
+    others.
 
     Args:
         policy: "priority" to order by priority, "fcfs" to ignore it.
@@ -39,7 +39,7 @@ class WaitingQueue:
         return len(self._line) + len(self._heap) - self._num_dead
 
     def rank(self, sequence: Sequence) -> Rank:
-        """Return the unique sort key of a sequence. Smaller keys are served first."""
+        """Return the unique sort key of a sequence in the queue. Smaller keys are served first."""
         priority = sequence.request.priority if self.by_priority else 0
         return (priority - sequence.precedence * _LEVEL, sequence.arrival)
 
@@ -54,7 +54,7 @@ class WaitingQueue:
         return bool(self._heap) and (not self._line or self._heap[0] < self._line[0])
 
     def peek(self) -> Sequence | None:
-        """Return the next sequence to admit, or None."""
+        """Return the next sequence to admit without removing it, or None if no sequence waits."""
         while self._line or self._heap:
             sequence = (self._heap if self._jumps_line() else self._line)[0][-1]
             if sequence.finish_reason is None:
@@ -64,12 +64,12 @@ class WaitingQueue:
         return None
 
     def pop(self) -> Sequence:
-        """Remove the sequence that `peek` returned."""
+        """Remove the sequence that `peek` has just returned, and return it."""
         entry = heapq.heappop(self._heap) if self._jumps_line() else self._line.popleft()
         return entry[-1]
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove a waiting sequence, whose finish_reason must be set."""
+        """Remove a waiting sequence that has ended. Its finish_reason must be set."""
         assert sequence.finish_reason is not None
         self._num_dead += 1
         if self._num_dead > 64 and self._num_dead > len(self):
@@ -79,7 +79,11 @@ class WaitingQueue:
             self._num_dead = 0
 
     def rank_anew(self, precedence: Callable[[Sequence], int]) -> None:
-        """Assign a new precedence to each waiting sequence and sort the queue."""
+        """Give each waiting sequence a new precedence, and sort the queue by it.
+
+        Args:
+            precedence: function from a sequence to its precedence.
+        """
         waiting = list(self)
         for sequence in waiting:
             sequence.precedence = precedence(sequence)

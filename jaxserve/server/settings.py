@@ -273,16 +273,16 @@ class ServerConfig:
 
     @property
     def num_keys(self) -> int:
-        """The number of API keys, or 1 without keys."""
+        """Number of different API keys, or 1 if the server has no keys."""
         return max(1, len(set(self.api_key or ())))
 
     def share(self, limit: int) -> int:
-        """Return the equal share of a limit for each API key, at least 1."""
+        """Return the share of a limit for each API key: an equal part, rounded down, at least 1."""
         return max(1, limit // self.num_keys)
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Whether only this machine can reach the server, by loopback address or Unix socket."""
         if self.uds is not None or self.host == "localhost":
             return True
         try:

@@ -18,7 +18,7 @@ _OLDEST_FOR_KERNELS = (8, 0)
 
 @dataclass(frozen=True)
 class DriverCard:
-    """A card, or a MIG slice of a card, of which a process then sees only the slice.
+    """A graphics card that NVIDIA's driver lists, or a MIG slice of one.
 
     Attributes:
         uuid: identifies the card in any order of cards, also in CUDA_VISIBLE_DEVICES.
@@ -36,7 +36,7 @@ class DriverCard:
 
 
 class _Memory(ctypes.Structure):
-    """Version 2 of NVML's memory information, which has a field for memory of the driver."""
+    """C structure of NVML for a card's bytes of memory: total, reserved by the driver, free."""
 
     _fields_ = [("version", ctypes.c_uint)] + [
         (name, ctypes.c_ulonglong) for name in ("total", "reserved", "free", "used")
@@ -44,13 +44,18 @@ class _Memory(ctypes.Structure):
 
 
 class _Nvml:
-    """Functions of the NVML library. Each raises OSError if the driver reports an error."""
+    """Functions of the NVML library. `call` and the constructor raise OSError on any failure."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(LIBRARY)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call a function of the library, whose status 0 means success."""
+        """Call a function of the NVML library by name.
+
+        Raises:
+            OSError: the function returns a status other than 0, or the driver is too old to have
+                it.
+        """
         try:
             status = getattr(self._library, name)(*arguments)
         except AttributeError as error:  # a driver older than the function
@@ -59,7 +64,7 @@ class _Nvml:
             raise OSError(f"{name} failed with status {status}")
 
     def handles(self) -> Iterator[ctypes.c_void_p]:
-        """Yield handles of the cards in the order of the bus, or of the MIG slices of a card."""
+        """Yield NVML handles of all cards in bus order. MIG slices replace their card."""
         count = ctypes.c_uint()
         self.call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         for index in range(count.value):
@@ -83,13 +88,13 @@ class _Nvml:
             yield handle
 
     def text(self, name: str, handle: ctypes.c_void_p) -> str:
-        """Return a name or a UUID."""
+        """Return the text, a name or UUID, that an NVML function reports for a card's handle."""
         buffer = ctypes.create_string_buffer(_TEXT)
         self.call(name, handle, buffer, _TEXT)
         return buffer.value.decode(errors="replace")
 
     def capability(self, handle: ctypes.c_void_p) -> tuple[int, int]:
-        """Return the compute capability, or (0, 0) if the driver does not report it."""
+        """Return a card's compute capability, or (0, 0) if the driver does not report it."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         try:
             self.call(
@@ -103,7 +108,10 @@ class _Nvml:
         return major.value, minor.value
 
     def memory(self, handle: ctypes.c_void_p) -> tuple[int, int]:
-        """Return total and free bytes, or zeros for a card without memory of its own."""
+        """Return total and free bytes of a card, or zeros if it has no memory of its own.
+
+        Memory that the driver reserves does not count, unless the driver is too old to report it.
+        """
         memory = _Memory(version=ctypes.sizeof(_Memory) | 2 << 24)
         try:
             self.call("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
@@ -121,7 +129,7 @@ class _Nvml:
 
 
 def driver_cards() -> list[DriverCard]:
-    """Return the cards in the order of the bus, or an empty list without a working driver."""
+    """Return the machine's cards and MIG slices in bus order, [] without a working driver."""
     try:
         nvml = _Nvml()
         nvml.call("nvmlInit_v2")
@@ -145,7 +153,7 @@ def driver_cards() -> list[DriverCard]:
 
 
 def driver_version() -> str | None:
-    """Return the version of NVIDIA's driver, or None without a driver."""
+    """Return the version of NVIDIA's driver, or None without a working driver."""
     buffer = ctypes.create_string_buffer(_TEXT)
     try:
         nvml = _Nvml()
@@ -159,12 +167,12 @@ def driver_version() -> str | None:
 
 @dataclass(frozen=True)
 class VisibleCard:
-    """The cards that an engine opens.
+    """The cards that an engine opens, with their CUDA_VISIBLE_DEVICES.
 
     Attributes:
-        setting: CUDA_VISIBLE_DEVICES for these cards.
-        cards: the cards. If the user's setting is a number, all cards that could have it: CUDA
-            numbers the fastest first and the driver by the bus.
+        setting: value of CUDA_VISIBLE_DEVICES for these cards.
+        cards: the cards. If the user's setting is a number, all cards that could have that number:
+            CUDA numbers the fastest card first and the driver numbers by the bus.
     """
 
     setting: str
@@ -172,19 +180,20 @@ class VisibleCard:
 
     @property
     def card(self) -> DriverCard:
-        """The card with the smallest free share of its memory."""
+        """The card with the smallest free share of its memory among the visible cards."""
         return min(self.cards, key=lambda card: card.free / max(card.total, 1))
 
 
 def visible_card(
     cards: list[DriverCard], setting: str | None, by_bus: bool = False, count: int = 1
 ) -> VisibleCard | None:
-    """Choose the card to open, or several of the same name.
+    """Choose the cards that an engine opens, from the driver's list and the user's setting.
 
     Args:
         cards: from `driver_cards`.
-        setting: the user's CUDA_VISIBLE_DEVICES, of which the first `count` entries are taken.
-            Without it, cards that support the kernels come first, then cards with more free memory.
+        setting: the user's CUDA_VISIBLE_DEVICES, of which the first `count` entries are taken. If
+            it is None, cards of one name are chosen: cards that support the kernels come first,
+            then cards with more free memory.
         by_bus: whether CUDA_DEVICE_ORDER makes CUDA number the cards as the driver does.
         count: number of cards to open.
 

@@ -13,10 +13,11 @@ ContentFormat = Literal["auto", "string", "openai"]
 
 
 def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None = None) -> int:
-    """Return `value` as an int if it is one (numpy's too, never bool) and within [low, high].
+    """Return `value` as an int if it is an integer (NumPy's too, but no bool) from `low` to `high`.
 
     Raises:
-        InvalidRequest: names `name` and the range. Its parameter is `parameter`, or else `name`.
+        InvalidRequest: the message contains `name` and the range. The error's parameter is
+            `parameter`, or `name` by default.
     """
     parameter = parameter or name
     try:
@@ -32,16 +33,17 @@ def exact_int(value: Any, name: str, low: int, high: int, parameter: str | None 
 
 
 def is_listing(value: Any) -> bool:
-    """Return whether a value may be a list of numbers: a list or an array, not a text or scalar."""
+    """Return whether a value can be a list of numbers: a list or array, but no text or scalar."""
     sized = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
     return sized and not isinstance(value, str | bytes)
 
 
 def finite_float(value: Any, name: str) -> float:
-    """Return `value` as a finite float.
+    """Return a number as a finite float.
 
     Raises:
-        InvalidRequest: names `name`.
+        InvalidRequest: the value is a bool, a text, no number, infinite or NaN. The message
+            contains `name`.
     """
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
         raise InvalidRequest(f"{name} must be a number, got {type(value).__name__}", name)
@@ -58,7 +60,7 @@ def flag(value: Any, name: str) -> bool:
     """Return `value` if it is True or False.
 
     Raises:
-        InvalidRequest: names `name`.
+        InvalidRequest: `value` has another type. The message contains `name`.
     """
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name} must be True or False, got {type(value).__name__}", name)
@@ -66,10 +68,10 @@ def flag(value: Any, name: str) -> bool:
 
 
 def within(value: Any, name: str, low: float, high: float) -> float:
-    """Return `value` as a finite float in [low, high].
+    """Return `value` as a finite float from `low` to `high`, both included.
 
     Raises:
-        InvalidRequest: names `name` and the range.
+        InvalidRequest: the value is no such number. The message contains `name` and the range.
     """
     number = finite_float(value, name)
     if not low <= number <= high:
@@ -78,20 +80,20 @@ def within(value: Any, name: str, low: float, high: float) -> float:
 
 
 def is_equal(value: Any, other: Any) -> bool:
-    """Return whether two values are equal, where a flag is not equal to a number."""
+    """Return whether two values are equal. A bool is never equal to a number."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
-    """Return whether a value equals one of `neutral` and has its type."""
+    """Return whether a value is equal to an element of `neutral` and has the same type."""
     return any(type(value) is type(other) and value == other for other in neutral)
 
 
 def check_content_format(value: Any) -> None:
-    """Check a value of chat_template_content_format.
+    """Check that a value of chat_template_content_format is "auto", "string" or "openai".
 
     Raises:
-        InvalidRequest: lists the allowed values.
+        InvalidRequest: it is not. The message lists the allowed values.
     """
     if value not in get_args(ContentFormat):
         names = ", ".join(get_args(ContentFormat))

@@ -44,7 +44,9 @@ _DEVICE_DEFAULTS = {"cpu": (32, 512), "gpu": (256, 8192)}
 
 
 def usual_value(value: Any, name: str) -> Any:
-    """Return jaxserve's name for the value of a setting that has another name in vLLM.
+    """Return jaxserve's name for the value of a setting, translated from a name of vLLM or PyTorch.
+
+    A value without a translation is returned unchanged.
 
     Raises:
         InvalidRequest: jaxserve does not serve the value. The message has a suggestion.
@@ -243,12 +245,13 @@ class EngineConfig(HostsConfig, ExpertsConfig):
     def resolve(
         self, platform: str, model_max_len: int, sizes: tuple[int, int] | None = None
     ) -> EngineConfig:
-        """Return a copy in which no size is None.
+        """Return a copy in which max_model_len, max_num_seqs and max_num_batched_tokens are set.
 
         Args:
-            platform: "cpu" or "gpu".
+            platform: "cpu" or "gpu", which determines the defaults.
             model_max_len: largest number of positions that the model declares.
-            sizes: defaults of max_num_seqs and max_num_batched_tokens for the card's memory.
+            sizes: defaults of max_num_seqs and max_num_batched_tokens for the card's memory,
+                instead of those for the platform.
 
         Raises:
             ValueError: max_model_len exceeds the model's limit, or sizes contradict each other.
@@ -272,15 +275,18 @@ class EngineConfig(HostsConfig, ExpertsConfig):
 
 
 def slots_of(config: EngineConfig, default: int = 0) -> int:
-    """Return the most sequences that run at once; `default` if the settings leave it open."""
+    """Return max_num_seqs, the most sequences that run at once, or `default` if it is not set."""
     return config.max_num_seqs or default
 
 
 def bundled_model() -> Path:
-    """Return the folder of the checkpoint that comes with the package."""
+    """Return the folder of the demo checkpoint that comes with the package."""
     return Path(__file__).parent.parent / "demo_model"
 
 
 def cpu_threads() -> int:
-    """Return the number of cores for this process. XLA divides a program's work by it."""
+    """Return the number of processor cores that this process may use.
+
+    XLA divides a CPU program's work by it.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -29,7 +29,11 @@ _OWN_VARIABLE = re.compile(
 
 
 def environment_settings() -> dict[str, str]:
-    """Return the variables JAXSERVE_<FIELD> by field. VLLM_API_KEY sets the field api_key."""
+    """Return the values of the variables JAXSERVE_<FIELD>, by field name in lower case.
+
+    VLLM_API_KEY sets api_key if JAXSERVE_API_KEY is not set. Variables that Kubernetes sets for a
+    Service are left out.
+    """
     size, every = len(VARIABLE_PREFIX), os.environ.items()
     values = {name[size:]: value for name, value in every if name.startswith(VARIABLE_PREFIX)}
     if key := os.environ.get("VLLM_API_KEY"):
@@ -39,11 +43,11 @@ def environment_settings() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class HubAccess:
-    """Settings for the Hugging Face hub, from the variables of its own library.
+    """Settings for the Hugging Face hub, from the environment variables of its own library.
 
     Attributes:
-        endpoint: HF_ENDPOINT, a server to use instead of the hub.
-        is_offline: HF_HUB_OFFLINE, read models from the cache only.
+        endpoint: HF_ENDPOINT, the address of a server to use instead of the hub, or None.
+        is_offline: HF_HUB_OFFLINE, whether models are read from the cache only.
     """
 
     endpoint: str | None
@@ -51,13 +55,16 @@ class HubAccess:
 
 
 def hub_access() -> HubAccess:
-    """Read the settings for the hub from the environment."""
+    """Return the settings for the Hugging Face hub from the environment."""
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     return HubAccess(os.environ.get("HF_ENDPOINT") or None, offline)
 
 
 def user_cache_dir() -> Path | None:
-    """Return `jaxserve` in the user's cache folder, or None for a user without a home folder."""
+    """Return the folder `jaxserve` in the user's cache folder, or None if the user has no home.
+
+    The cache folder is XDG_CACHE_HOME, or else ~/.cache.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "jaxserve"
@@ -66,7 +73,10 @@ def user_cache_dir() -> Path | None:
 
 
 def compiler_settings() -> dict[str, str]:
-    """Return the variables of the environment that change the programs XLA compiles."""
+    """Return by name the non-empty environment variables that change the programs XLA compiles.
+
+    The flag for the number of CPU devices is removed from XLA_FLAGS.
+    """
     names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
     values = {name: os.environ.get(name, "") for name in names}
     # The number of devices does not change the program of one device.
@@ -77,37 +87,40 @@ def compiler_settings() -> dict[str, str]:
 
 
 def own_variables() -> dict[str, str]:
-    """Return the variables that can change a start, without secrets."""
+    """Return the environment variables that can change a start, by name, for a report.
+
+    Names that may contain secrets are left out. Credentials and queries are removed from URLs.
+    """
     variables = sorted(os.environ.items())
     values = {name: value for name, value in variables if _OWN_VARIABLE.match(name)}
     return {name: re.sub(r"(//)[^/\s]*@|\?\S*", r"\1...", text) for name, text in values.items()}
 
 
 def traces_protocol() -> str | None:
-    """Return OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, the protocol for traces, or None."""
+    """Return OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, the protocol for traces, or None if not set."""
     return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or None
 
 
 def openai_api_key() -> str | None:
-    """Return OPENAI_API_KEY, with which a client authenticates to a server, or None."""
+    """Return OPENAI_API_KEY, with which a client authenticates to a server, or None if not set."""
     return os.environ.get("OPENAI_API_KEY") or None
 
 
 def cards_are_hidden() -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES hides every card."""
+    """Return whether CUDA_VISIBLE_DEVICES is empty or -1, so that CUDA sees no card."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
 
 
 def has_cuda_plugin() -> bool:
-    """Return whether a CUDA plugin of JAX is installed."""
+    """Return whether JAX's plugin for CUDA 13 or 12 is installed. It is not imported."""
     return any(PathFinder.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12))
 
 
 def check_devices(config: EngineConfig) -> None:
-    """Check, before JAX is imported, that this host has its part of the devices.
+    """Check, before JAX is imported, that this host has its share of the engine's devices.
 
     Raises:
-        InvalidRequest: the host has fewer devices than its part of `tensor_parallel_size`.
+        InvalidRequest: the host has fewer devices than `tensor_parallel_size` / `nnodes`.
     """
     devices = config.tensor_parallel_size // config.nnodes
     if not _runs_on_cpu():
@@ -122,7 +135,11 @@ def check_devices(config: EngineConfig) -> None:
 
 
 def card_to_open(count: int = 1) -> VisibleCard | None:
-    """Return the `count` cards for JAX to open, or None if JAX will run on the CPU."""
+    """Return the `count` cards for JAX to open, or None if JAX will run on the CPU.
+
+    JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER determine the choice (see
+    `visible_card`).
+    """
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return None
@@ -131,7 +148,11 @@ def card_to_open(count: int = 1) -> VisibleCard | None:
 
 
 def memory_fraction() -> float | None:
-    """Return the share of a card's memory that the user's variables allow JAX, or None."""
+    """Return the share of a card's memory for JAX in XLA_CLIENT_MEM_FRACTION, or None.
+
+    The variable's older name, XLA_PYTHON_CLIENT_MEM_FRACTION, is read too. None means that neither
+    is set, or that the number is malformed.
+    """
     text = next((os.environ[name] for name in _FRACTIONS if os.environ.get(name)), None)
     with suppress(ValueError):  # JAX itself reports a malformed number
         return None if text is None else float(text)
@@ -140,14 +161,15 @@ def memory_fraction() -> float | None:
 
 @contextmanager
 def claimed(card: VisibleCard, fraction: float, preallocate: bool) -> Iterator[None]:
-    """Set variables so that JAX, if it starts in the context, opens only this card.
+    """Return a context in which JAX, if it starts there, opens only the given cards.
 
-    By default JAX would take three quarters of every card. Variables of the user take precedence.
-    The variables are restored afterwards, so that a child process measures free memory itself.
+    The context sets CUDA_VISIBLE_DEVICES and XLA's variables for memory, and restores them at its
+    end, so that a child process measures free memory itself. Variables that the user has set are
+    not changed.
 
     Args:
-        card: the card to open, or several.
-        fraction: share of the card's memory for JAX.
+        card: the cards to open.
+        fraction: share of each card's memory for JAX.
         preallocate: allocate that memory at the start.
     """
     values: dict[str, str] = {}
@@ -173,13 +195,15 @@ def _runs_on_cpu() -> bool:
 
 
 def prepare_process(for_gpu: bool = False, **environment: Any) -> None:
-    """Set the variables that JAX reads when it is imported, unless it already is.
+    """Set the environment variables that JAX and Hugging Face's libraries read on import.
 
-    Variables of the user take precedence. On a CPU, memory is allocated from the heap.
+    If JAX has been imported already, no variable is set. Variables of the user take precedence. For
+    a GPU XLA_FLAGS gets the flags of `gpu_flags`. On a CPU, memory is allocated from the heap
+    (`allocate_from_heap`).
 
     Args:
         for_gpu: set the variables for a GPU even if this machine has none.
-        environment: further variables.
+        environment: further variables by name.
     """
     if "jax" in sys.modules:
         return

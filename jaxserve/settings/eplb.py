@@ -25,16 +25,17 @@ _UNMOVED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class EplbConfig:
-    """Settings of the placement of experts on devices.
+    """Settings of the placement of a model's experts on devices (expert load balancing).
 
-    vLLM moves experts while it serves. jaxserve places them once, at the start, by the rows that an
-    earlier engine has counted for each expert.
+    vLLM moves experts while it serves. jaxserve places them once, at the start, by the number of
+    rows that an earlier engine has counted for each expert. A row is one token computed by one
+    expert.
 
     Args:
-        num_redundant_experts: number of additional places of a layer. They hold copies of the
-            experts with the most rows in load_path.
-        load_path: file with the number of rows of each expert, as record_path writes it. Without
-            it experts keep their order.
+        num_redundant_experts: number of additional places for experts in each layer. They hold
+            copies of the experts with the most rows in load_path.
+        load_path: file with the number of rows of each expert, as record_path writes it. Without it
+            experts keep their order.
         record_path: file for the number of rows of each expert, written when the engine closes.
 
     Raises:
@@ -61,7 +62,7 @@ class EplbConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Settings of experts over several devices.
+    """Settings for the experts of a mixture-of-experts model over several devices.
 
     Args:
         enable_expert_parallel: give each device whole experts instead of a part of every expert.
@@ -76,12 +77,16 @@ class ExpertsConfig:
 
     @property
     def eplb(self) -> EplbConfig | None:
-        """Settings of the placement of experts, or None without `enable_eplb`."""
+        """Settings of the placement of experts, or None if `enable_eplb` is false."""
         return (eplb_config(self.eplb_config) or EplbConfig()) if self.enable_eplb else None
 
 
 def eplb_config(value: EplbConfig | dict[str, Any] | str | None) -> EplbConfig | None:
-    """Return the setting as an EplbConfig, from an object, a dict or JSON; None if absent.
+    """Return the value of the setting eplb_config as an EplbConfig, or None if it is None.
+
+    Args:
+        value: an EplbConfig, a dict of its fields, or JSON text. vLLM's fields for moving experts
+            are accepted with their neutral values only.
 
     Raises:
         InvalidRequest: the value is not an object, or a field is unknown, unsupported or out of
@@ -103,6 +108,8 @@ def eplb_config(value: EplbConfig | dict[str, Any] | str | None) -> EplbConfig |
 
 def check_eplb(config: Any) -> None:
     """Check the settings of experts, and the settings of the engine on which they depend.
+
+    enable_eplb needs enable_expert_parallel, several devices and one host.
 
     Args:
         config: an `EngineConfig`, which this module cannot import.

@@ -19,16 +19,16 @@ _RAW, _MOST_LOGPROBS = "raw_logprobs", 20
 
 @dataclass(frozen=True, kw_only=True)
 class HostsConfig:
-    """Settings of several hosts, each with an equal part of an engine's devices.
+    """Settings for an engine over several devices and hosts. Each host has equally many devices.
 
     Args:
         decode_context_parallel_size: number of devices that divide the positions of a sequence, if
             `tensor_parallel_size` makes several devices store the same KV head. Each stores a part
-            of the cache, so that longer sequences fit. Attention then uses plain JAX instead of
+            of the KV cache, so that longer sequences fit. Attention then uses plain JAX instead of
             GPU kernels.
         all_reduce: how devices add their results, on GPUs with jax 0.11.2 or newer. "auto" leaves
-            the choice to XLA, "nccl" is NCCL in the CUDA graph of the step, "xla_kernels" are
-            XLA's kernels for capability 9.0 and newer, and "pallas" is jaxserve's kernel for 9.0,
+            the choice to XLA, "nccl" is NCCL in the CUDA graph of the step, "xla_kernels" are XLA's
+            kernels for compute capability 9.0 and newer, and "pallas" is jaxserve's kernel for 9.0,
             which also normalizes the sum of few rows. No choice has been timed.
         nnodes: number of hosts, with an equal part of the `tensor_parallel_size` devices on each.
             Start every host with the same settings except node_rank.
@@ -36,7 +36,8 @@ class HostsConfig:
         master_addr: private address of the leader, to which the other hosts connect.
         master_port: port of the leader. JAX's coordination uses the port after it.
         nodes_secret: file of at least 32 random bytes, the same on all hosts, with which they
-            authenticate each other. Replicas on Ray Serve set the last four settings themselves.
+            authenticate each other. Replicas on Ray Serve set nnodes, node_rank, master_addr and
+            nodes_secret themselves.
     """
 
     decode_context_parallel_size: int = 1
@@ -49,12 +50,12 @@ class HostsConfig:
 
     @property
     def has_followers(self) -> bool:
-        """Return whether the engine has several hosts."""
+        """Whether the engine has more than one host."""
         return self.nnodes > 1
 
 
 def check_hosts(config: Any) -> None:
-    """Check these settings, and the settings of an engine that several hosts do not support.
+    """Check the settings of hosts, and the settings of an engine that several hosts do not support.
 
     Args:
         config: an `EngineConfig`, which this module cannot import.
@@ -109,7 +110,7 @@ def check_hosts(config: Any) -> None:
 
 
 def check_secret(config: Any) -> None:
-    """Check that an engine's hosts can authenticate each other. Replicas get a secret later.
+    """Check that nodes_secret is set if an engine has several hosts.
 
     Args:
         config: an `EngineConfig`.
@@ -126,7 +127,13 @@ def check_secret(config: Any) -> None:
 
 
 def too_few(devices: int, visible: int, platform: str) -> InvalidRequest:
-    """Return the error for a host with fewer devices than its part of `tensor_parallel_size`."""
+    """Return the error for a host that has fewer devices than the engine needs there.
+
+    Args:
+        devices: number of devices that the host needs.
+        visible: number of devices that JAX sees.
+        platform: platform of the devices, which determines the advice in the message.
+    """
     cure = "CUDA_VISIBLE_DEVICES names the devices that a process sees"
     if platform == "cpu":
         cure = (
@@ -140,7 +147,12 @@ def too_few(devices: int, visible: int, platform: str) -> InvalidRequest:
 
 
 def _check_context(config: Any) -> None:
-    """Check the division of a sequence's positions over devices."""
+    """Check decode_context_parallel_size: it must divide tensor_parallel_size and block_size.
+
+    Raises:
+        InvalidRequest: it does not divide them, or it is above 1 and attention_backend names a GPU
+            kernel.
+    """
     name = "decode_context_parallel_size"
     size, devices = config.decode_context_parallel_size, config.tensor_parallel_size
     exact_int(size, name, 1, 1024)

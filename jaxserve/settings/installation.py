@@ -29,14 +29,15 @@ PACKAGES = """
 
 
 def install_command(extra: str = "", checkout: Path = _CHECKOUT) -> str:
-    """Return the `pip install` command for an extra of this installation.
+    """Return the `pip install` command that adds an extra to this installation of jaxserve.
 
     The project is not on the package index, where its name belongs to another project: a command
     names a checkout or a wheel file.
 
     Args:
         extra: an extra of pyproject.toml, or "" for the package alone.
-        checkout: the folder that contains the package.
+        checkout: the folder that contains the package. The command names it if it has a
+            pyproject.toml.
     """
     is_checkout = (checkout / "pyproject.toml").is_file()
     project, option = (".", "-e ") if is_checkout else ("PATH_OF_WHEEL", "")
@@ -44,12 +45,12 @@ def install_command(extra: str = "", checkout: Path = _CHECKOUT) -> str:
 
 
 def collect_environment(root: Path = Path("/")) -> dict[str, str]:
-    """Return facts about the machine and the installation by name, without secrets.
+    """Return facts about the machine and the installation by name, as texts without secrets.
 
     No card is opened and no package is imported.
 
     Args:
-        root: of the file system with /proc and /sys; tests pass another.
+        root: root of the file system with /proc and /sys. Tests pass another one.
     """
     return {
         "jaxserve": f"{jaxserve.__version__}, {Path(jaxserve.__file__).parent}",

@@ -18,7 +18,7 @@ _MOST_BYTES = 255
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """Settings of the events from which other processes learn the pages of the prefix cache.
+    """Settings of the events that tell other processes which pages the prefix cache contains.
 
     Names, defaults and meanings follow vLLM 0.33. Events contain the token ids of prompts and
     answers, and every process that can reach an endpoint can read them.
@@ -26,11 +26,11 @@ class KVEventsConfig:
     Args:
         enable_kv_cache_events: publish events.
         publisher: "zmq", or "null" to disable events. The default is "zmq" if events are enabled.
-        endpoint: address of the PUB socket. The socket binds it if the host is `*`, `::` or
-            0.0.0.0 or if it begins with ipc://, and otherwise connects to a subscriber there.
+        endpoint: address of the PUB socket. The socket binds it if the host is `*`, `::` or 0.0.0.0
+            or if it begins with ipc://, and otherwise connects to a subscriber there.
         replay_endpoint: address of a ROUTER socket that sends earlier batches again, or None.
-        buffer_steps: number of batches stored for the replay.
-        hwm: number of batches that wait for a slow subscriber. It misses later ones.
+        buffer_steps: number of event batches stored for the replay.
+        hwm: number of event batches that wait for a slow subscriber, which misses later ones.
         max_queue_size: number of changes that wait to be sent. Beyond it the oldest are dropped.
         topic: first frame of every message.
 
@@ -74,14 +74,14 @@ class KVEventsConfig:
 
     @property
     def publishes(self) -> bool:
-        """Return whether events are published."""
+        """Whether events are enabled and the publisher is "zmq"."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     def for_rank(self, rank: int) -> KVEventsConfig:
-        """Return the settings for one of several engines that share these, by its number.
+        """Return the settings for one of several engines that share this configuration.
 
-        As in vLLM, a TCP port increases by the rank, except port 0, which the system chooses. A
-        path gets `_dp` and the rank at its end.
+        As in vLLM, the rank is added to a TCP port, except port 0, which the system chooses. A path
+        gets `_dp` and the rank at its end. Rank 0 keeps the settings.
 
         Args:
             rank: number of the engine, from 0.
@@ -102,7 +102,10 @@ class KVEventsConfig:
 def events_config(
     value: KVEventsConfig | dict[str, Any] | str | None,
 ) -> KVEventsConfig | None:
-    """Return the setting as a KVEventsConfig, from an object, a dict or JSON, or None.
+    """Return the value of the setting kv_events_config as a KVEventsConfig, or None if it is None.
+
+    Args:
+        value: a KVEventsConfig, a dict of its fields, or JSON text.
 
     Raises:
         InvalidRequest: the value is not an object, or a field is unknown or out of range.

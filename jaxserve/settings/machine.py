@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Return the total and the available bytes of memory for this process; zeros if unknown.
+    """Return the total and the available bytes of host memory for this process, zeros if unknown.
 
-    The numbers are of the host, reduced by the limits of the control groups of the process.
+    The numbers are those of the machine, reduced by the limits of the process's control groups.
 
     Args:
-        root: of the file system with /proc and the mounts of control groups.
+        root: root of the file system with /proc and the mounts of control groups.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -32,9 +32,10 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _GroupFiles:
-    """Names of files and counters with the memory of a control group, for one of two versions.
+    """Names of the files and counters of a control group's memory, in one version of the interface.
 
-    Pages of files count as free, since the kernel drops them before a group runs out of memory.
+    Counters in `droppable` count as free: cached files, which the kernel drops before a group runs
+    out of memory.
     """
 
     limits: tuple[str, ...]
@@ -54,7 +55,7 @@ _VERSION_2 = _GroupFiles(
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the free bytes of each control group of this process with a limit."""
+    """Yield (limit, free) bytes of each control group of this process that has a memory limit."""
     for mount, group, files in _memory_groups(root):
         levels = [group, *group.parents]
         for folder in levels[: levels.index(mount) + 1]:
@@ -71,7 +72,11 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, Path, _GroupFiles]]:
-    """Yield the mounts of control groups for memory, the group's folder there, and its files."""
+    """Yield (mount, group, files) for each mounted control group hierarchy with memory limits.
+
+    `mount` is the folder of the mount, `group` the folder of this process's group in it, and
+    `files` has the names of its files.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
@@ -105,14 +110,14 @@ def _below(group: str, top: str) -> str:
 
 
 def gpu_flags(jaxlib: str = "") -> tuple[str, ...]:
-    """Return the XLA flags for a GPU that a version of jaxlib supports.
+    """Return the XLA flags that jaxserve sets for a GPU, if a version of jaxlib supports them.
 
     Loops become nodes of CUDA graphs, so that a launch of several steps is one graph. A kernel does
-    not start before the results of the previous one are written, because ptxas may move a
-    read-only load ahead of its wait (`python -m scripts.gpu.compile_offline --order`).
+    not start before the results of the previous one are written, because ptxas may move a read-only
+    load ahead of its wait (`python -m scripts.gpu.compile_offline --order`).
 
     Args:
-        jaxlib: the version, "" for the installed one.
+        jaxlib: the version of jaxlib, "" for the installed one.
     """
     loops = "--xla_gpu_enable_command_buffer=+WHILE"
     numbers = re.findall(r"\d+", jaxlib or metadata.version("jaxlib"))
@@ -121,9 +126,11 @@ def gpu_flags(jaxlib: str = "") -> tuple[str, ...]:
 
 
 def with_gpu_flags(flags: str, jaxlib: str = "") -> str:
-    """Return the user's XLA flags with the flags for a GPU, except flags that the user has set.
+    """Return the user's XLA_FLAGS with the flags of `gpu_flags` that the user has not set.
 
-    `--xla_gpu_enable_pdl=false` keeps launches from overlapping.
+    Args:
+        flags: the user's value of XLA_FLAGS.
+        jaxlib: the version of jaxlib, "" for the installed one.
     """
     named = {flag.partition("=")[0] for flag in flags.split()}
     added = [flag for flag in gpu_flags(jaxlib) if flag.partition("=")[0] not in named]
@@ -131,10 +138,11 @@ def with_gpu_flags(flags: str, jaxlib: str = "") -> str:
 
 
 def allocate_from_heap() -> None:
-    """Keep glibc from returning large buffers to the system after every step.
+    """Configure glibc's allocator to keep large freed buffers in the process.
 
-    By default each temporary over 32 MB is mapped and unmapped anew, and its page faults
-    cost more than the work (measured: attention over gathered pages 100 ms, then 31 ms).
+    By default each temporary over 32 MB is mapped and unmapped anew, and its page faults cost more
+    than the work (measured: attention over gathered pages 100 ms, then 31 ms). Without glibc the
+    function has no effect.
     """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt

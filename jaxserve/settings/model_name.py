@@ -25,7 +25,11 @@ NO_MODEL = (
 
 
 def kind_of_model(name: str) -> Literal["folder", "gguf", "hub"] | None:
-    """Return the kind of a value of `model`, or None. A name is not looked up on the hub."""
+    """Return the kind of model that a value of the setting `model` names, or None if it is invalid.
+
+    "folder" is an existing folder, "gguf" a GGUF file, and "hub" a name in the form of the Hugging
+    Face hub. The name is not looked up there.
+    """
     path = Path(name)
     if path.is_dir():
         return "folder"
@@ -35,7 +39,7 @@ def kind_of_model(name: str) -> Literal["folder", "gguf", "hub"] | None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file begins with the marker of GGUF, whatever its name."""
+    """Return whether a regular file begins with GGUF's four magic bytes, under any name."""
     try:
         if not path.is_file():  # opening a pipe would wait for its writer
             return False
@@ -46,7 +50,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_files(folder: Path) -> list[str]:
-    """Return the names of a folder's GGUF files, or an empty list if it has safetensors files."""
+    """Return the sorted names of a folder's GGUF files, or [] if it has safetensors files."""
     names = os.listdir(folder)
     if SINGLE in names or INDEX in names:
         return []
@@ -54,7 +58,9 @@ def gguf_files(folder: Path) -> list[str]:
 
 
 def check_model(model: str | Path | None) -> None:
-    """Check that the setting `model` names an existing model or could be a name on the hub.
+    """Check that the setting `model` names an existing checkpoint, or may be a name on the hub.
+
+    None, the demo model, is valid.
 
     Raises:
         CheckpointError: the folder has no checkpoint, or the name is not valid.
@@ -74,5 +80,5 @@ def check_model(model: str | Path | None) -> None:
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a text has the form of a name on the hub."""
+    """Return whether a text has the form of a name on the Hugging Face hub (see `HUB_NAME`)."""
     return HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text

@@ -15,12 +15,12 @@ _NO_MODEL = "quantization_config"
 
 
 def check_fields(values: dict[str, Any], settings: type[Any], name: str) -> None:
-    """Check that a JSON object has only fields of a dataclass.
+    """Check that a JSON object has only names of a dataclass's fields.
 
     Args:
-        values: the object.
+        values: the JSON object.
         settings: the dataclass.
-        name: of the setting, for the error.
+        name: name of the setting, for the error.
 
     Raises:
         InvalidRequest: names the setting, the unknown field, and the allowed fields.
@@ -34,10 +34,15 @@ def check_fields(values: dict[str, Any], settings: type[Any], name: str) -> None
 
 
 def json_object(value: Any, name: str) -> dict[str, Any] | None:
-    """Return the JSON object of a setting, from a dict or from JSON text, or None if it is absent.
+    """Return the value of a setting as a JSON object, or None if the value is None.
+
+    Args:
+        value: a dict of JSON values, or JSON text, of at most 1 MiB.
+        name: name of the setting, for the error.
 
     Raises:
-        InvalidRequest: names the setting and the fault.
+        InvalidRequest: the value is not a JSON object. The message contains the name and the
+            reason.
     """
     if value is None:
         return None
@@ -62,14 +67,15 @@ def _refuse(constant: str) -> None:
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Return the fields of a config.json after `hf_overrides`.
+    """Return the fields of a config.json after `hf_overrides` has replaced some of them.
 
-    As in vLLM, an object replaces the whole former object (`rope_scaling`). Only into the
-    configuration of a nested model (`text_config`) it is merged, at every depth.
+    As in vLLM, an object replaces the whole former object (such as `rope_scaling`). Only an object
+    for the configuration of a nested model (such as `text_config`) is merged into the former one,
+    at every depth.
 
     Args:
-        raw: fields of the checkpoint.
-        overrides: value of the setting.
+        raw: fields of the checkpoint's config.json.
+        overrides: value of the setting hf_overrides.
 
     Raises:
         InvalidRequest: the value for a nested configuration is not an object.
@@ -87,7 +93,10 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any] | str | None
 
 
 def is_nested(name: str) -> bool:
-    """Return whether a field is the configuration of a nested model."""
+    """Return whether a field name of config.json is that of a nested model's configuration.
+
+    Such a name ends in _config and is not quantization_config.
+    """
     return name.endswith("_config") and name != _NO_MODEL
 
 

@@ -20,14 +20,15 @@ _OPEN_BITS = 0o027
 
 
 def read_secret(path: str | Path | None, name: str = _FIELD) -> bytes | None:
-    """Return the bytes of the file of a shared secret, or None without a path.
+    """Return the bytes of the file of a secret that several engines share, or None without a path.
 
     Args:
-        name: of the setting, for errors.
+        path: path of the file.
+        name: name of the setting, for errors.
 
     Raises:
-        InvalidRequest: the path is missing or not a file, its size is out of range, or other users
-            may read it.
+        InvalidRequest: the path is missing or not a file, its size is not from 32 to 65,536 bytes,
+            its group may write it, or other users may access it.
     """
     if path is None:
         return None
@@ -62,7 +63,10 @@ def read_secret(path: str | Path | None, name: str = _FIELD) -> bytes | None:
 
 @contextmanager
 def secret_file(secret: bytes) -> Iterator[Path]:
-    """Yield the path of a file with a secret, readable by its owner; delete it afterwards."""
+    """Return a context with the path of a temporary file that contains `secret`.
+
+    Only its owner can read the file, which is deleted at the end of the context.
+    """
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as folder:
         path = Path(folder, "secret")
         path.touch(mode=0o600)

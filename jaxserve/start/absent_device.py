@@ -40,11 +40,17 @@ def compile_for_card(
 ) -> StartReport:
     """Compile the programs that an engine runs on a card, and write them to the compilation cache.
 
+    The card need not be in this machine. Programs that the cache contains already are not compiled
+    again.
+
     Args:
         config: names the model, and has the settings that the start on the card will have.
         name: name of the card, in the form that `find_card` accepts.
-        on_program: called after each compiled or loaded program.
-        root: folder of the files that show whether a driver is installed.
+        on_program: called after each program with the number of finished programs and of all.
+        root: root of the file system with the files that show whether a driver is installed.
+
+    Returns:
+        A report with the plan of the start, and the numbers of compiled and present programs.
 
     Raises:
         ValueError: the table has no card of this name, or XLA cannot compile for it.
@@ -75,10 +81,11 @@ def compile_for_card(
 
 
 def _check_form(config: EngineConfig, source: Source) -> None:
-    """Refuse a form of weights whose programs cannot be compiled without the card.
+    """Check that the shapes of the model's weights are known without its weight files.
 
     Raises:
-        UnsupportedModel: the form is refused, and the error names it.
+        UnsupportedModel: the weights are quantized in the checkpoint, or will be quantized over
+            several cards or with experts.
     """
     model_config, form = source.model_config, chosen_form(config, source)
     allowed = "allowed: weights in full, on one card also with --quantization and without experts"
@@ -109,11 +116,11 @@ def compile_ahead(
         plan: plan of the start on the described card.
         card: the card that `plan` is for.
         directory: folder of compiled programs.
-        num_choices: number of XLA's measured choices for this card (see `autotuning`).
-        on_program: called after each program.
+        num_choices: number of XLA's measured kernel choices for this card (see `autotuning`).
+        on_program: called after each program with the number of finished programs and of all.
 
     Returns:
-        The report, with the plan whose number of cache pages a start on the card will have.
+        The report. Its plan has the number of cache pages that a start on the card will have.
 
     Raises:
         InvalidRequest: the memory does not hold two pages of KV cache.

@@ -26,13 +26,13 @@ CONFIG = "config.json"
 def convert(config: EngineConfig, to: Path, on_progress: OnProgress | None = None) -> None:
     """Load a model and write it to a folder that an engine loads without conversion.
 
-    The folder holds the weights in their final dtype or quantized form, the configuration and the
-    tokenizer. JAX starts its device.
+    The folder contains the weights in their final dtype or quantized form, the configuration and
+    the tokenizer. JAX starts its device.
 
     Args:
         config: names the model, its dtype and quantization.
         to: path of the folder, which must not exist. It appears when it is complete and verified.
-        on_progress: called with the progress of reading the weights.
+        on_progress: called with a stage, the bytes of weights read so far, and all bytes.
 
     Raises:
         CheckpointError: `to` exists or cannot be written, or the model cannot be read.

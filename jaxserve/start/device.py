@@ -28,15 +28,15 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """A device, and the memory that an engine may allocate on it.
+    """Description of a device: its kind, and the memory that an engine may allocate on it.
 
     Attributes:
-        limits: kind and capability of the device.
+        limits: kind and compute capability of the device.
         total: bytes of memory.
         free: bytes that are free, of which an engine takes a share.
         bandwidth: bytes per second by the data sheet, or 0 if unknown.
-        is_limit: whether `free` is a limit that JAX or the user has set. An engine takes all of
-            it, unless gpu_memory_utilization of `total` is less.
+        is_limit: whether `free` is a limit that JAX or the user has set. An engine takes all of it,
+            unless gpu_memory_utilization of `total` is less.
         in_use: bytes that are allocated out of the limit.
         card: the card that JAX will open. None if JAX has opened a card or runs on the CPU.
     """
@@ -50,11 +50,12 @@ class DeviceMemory:
     card: VisibleCard | None = None
 
     def budget(self, utilization: float | None, default: float) -> int:
-        """Return the bytes that an engine may allocate.
+        """Return the bytes that an engine may allocate on the device.
 
         Args:
             utilization: the setting gpu_memory_utilization, or None if it is not set.
-            default: the share of `free` without that setting. A limit is taken whole.
+            default: the share of `free` without that setting. If `free` is a limit, all of it is
+                returned then.
         """
         if not self.is_limit:
             return int(self.free * (utilization or default))
@@ -70,14 +71,14 @@ class DeviceMemory:
 
 
 def named_device(name: str, root: Path = ROOT) -> DeviceMemory:
-    """Return a card of the table with all its memory free, or this host with its free memory.
+    """Return the description of a card, all of whose memory is free, or of this host's CPU.
 
     Args:
-        name: name of the card, or "cpu" for the host.
+        name: name of the card in the table of cards, or "cpu" for the host with its free memory.
         root: see `host_memory`.
 
     Raises:
-        ValueError: the table has no card of this name. The error lists its cards.
+        ValueError: the table has no card of this name. The message lists its cards.
     """
     if name.lower() == "cpu":
         return _host(root)
@@ -91,11 +92,14 @@ def _host(root: Path) -> DeviceMemory:
 
 
 def this_device(root: Path = ROOT, count: int = 1) -> DeviceMemory:
-    """Return the device that an engine of this process will use, without starting JAX.
+    """Return the description of the device that an engine of this process uses.
+
+    JAX is not started.
 
     Args:
         root: see `host_memory`.
-        count: number of cards of the engine. The card with the least free memory is returned.
+        count: number of cards of the engine. The card with the least free share of memory is
+            described.
     """
     if getattr(xla_bridge, "backends_are_initialized", lambda: True)():
         return started_device(root)
@@ -136,7 +140,9 @@ def _bandwidth(name: str) -> float:
 
 
 def started_device(root: Path = ROOT, count: int = 1) -> DeviceMemory:
-    """Return JAX's first device, with the memory that JAX may allocate. It starts JAX if needed.
+    """Return the description of JAX's first device, with the memory that JAX may allocate.
+
+    JAX is started if it has not started yet.
 
     Args:
         root: see `host_memory`.
@@ -160,7 +166,12 @@ def started_device(root: Path = ROOT, count: int = 1) -> DeviceMemory:
 
 
 def open_device(memory: DeviceMemory, budget: int) -> None:
-    """Start JAX, which reserves `budget` bytes of the card of `memory` if it has to open one.
+    """Start JAX on a device. If JAX has to open a card, it may take `budget` bytes of its memory.
+
+    Args:
+        memory: the device. If its `card` is None, `budget` is not used.
+        budget: bytes of memory for JAX, which reserves them at once unless the card shares the
+            host's memory.
 
     Raises:
         DeviceError: see `start_jax`.
@@ -177,7 +188,7 @@ def open_device(memory: DeviceMemory, budget: int) -> None:
 
 
 def importing_kernels(limits: DeviceLimits) -> threading.Thread | None:
-    """Import Pallas and the kernels for a card in a daemon thread, while weights are read.
+    """Start a daemon thread that imports Pallas and the kernels for a card.
 
     The import takes about a second, by which it would delay the first program otherwise.
 

@@ -20,7 +20,7 @@ _PT_LOAD, _PF_W = 1, 2
 
 @contextmanager
 def collection_paused() -> Generator[None]:
-    """Disable Python's cyclic garbage collector in the `with` block, and restore it afterwards.
+    """Return a context in which Python's cyclic garbage collector is disabled.
 
     Imported modules and large vocabularies stay allocated, and JAX's traces do so until their
     program is compiled. Repeated collections over these objects take about a tenth of a start.
@@ -35,11 +35,11 @@ def collection_paused() -> Generator[None]:
 
 
 def return_memory() -> None:
-    """Release the free memory of the heap and the resident pages of libraries to Linux.
+    """Return the process's free heap memory and the resident pages of its libraries to Linux.
 
     The code of XLA and LLVM is 170 MB of a process, and runs only while programs are compiled or
-    loaded. The system maps a released page again from its file cache when it is used. Other
-    systems than Linux are left as they are.
+    loaded. The system maps a returned page again from its file cache when it is used. On other
+    systems than Linux the function has no effect.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -51,9 +51,9 @@ def return_memory() -> None:
 
 
 def _unchanged_mappings() -> list[tuple[int, int]]:
-    """Return address and size of each read-only mapping of a library, from 1 MiB on.
+    """Return address and size of each read-only mapping of a library file of at least 1 MiB.
 
-    The pages of these mappings are identical to the library's file.
+    Only mappings whose pages are identical to the library's file are returned.
     """
     mappings: list[tuple[int, int]] = []
     offsets: dict[str, set[int]] = {}
@@ -83,7 +83,10 @@ def _unchanged_offsets(path: str) -> set[int]:
 
 
 def _segments(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield flags and offset of each loaded segment of a 64-bit, little-endian ELF file."""
+    """Yield flags and file offset of each loaded segment of an ELF file.
+
+    Nothing is yielded unless the file is a 64-bit, little-endian ELF file.
+    """
     with path.open("rb") as file:
         header = file.read(64)
         if header[:6] != b"\x7fELF\x02\x01":

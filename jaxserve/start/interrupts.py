@@ -15,7 +15,10 @@ _IMPORT_FILES = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_
 
 
 def importing_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the outermost caller of `frame` that executes an import, or None."""
+    """Return the outermost caller of `frame` whose import statement is running.
+
+    The result is None if no import is running.
+    """
     outermost = None
     while frame is not None:
         if frame.f_code.co_filename in _IMPORT_FILES:
@@ -25,10 +28,14 @@ def importing_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def on_signal(number: int, act: Callable[[], None]) -> None:
-    """Install a handler that calls `act`, delayed until a running import of the main thread ends.
+    """Install a signal handler that calls `act`, after a running import of the main thread ends.
 
     An exception that is raised inside an import leaves modules half initialized, and C extensions
     turn it into an ImportError.
+
+    Args:
+        number: number of the signal.
+        act: a function without arguments, which may raise an exception.
     """
 
     def handle(_: int, frame: FrameType | None) -> None:
@@ -53,13 +60,11 @@ def _call_in(frame: FrameType, act: Callable[[], None]) -> None:
 
 
 def run_interruptible(command: Callable[[], int]) -> int:
-    """Run a command. On SIGINT, end the process with status `INTERRUPTED` and no traceback.
+    """Run a command of the command line and return its exit status. SIGINT ends the process.
 
-    SIGINT raises KeyboardInterrupt, so that the command can clean up. It stays ignored if the
-    parent process has set it so. A SystemExit of the command also ends the process.
-
-    Returns:
-        The exit status that `command` returns.
+    SIGINT raises KeyboardInterrupt in the command, so that the command can clean up. The process
+    then ends with status `INTERRUPTED` and no traceback. SIGINT stays ignored if the parent process
+    has set it so. A SystemExit of the command also ends the process.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         sys.unraisablehook = _raise_again

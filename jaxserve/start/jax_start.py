@@ -38,13 +38,13 @@ _MOST_QUOTED = 300
 
 @dataclass(frozen=True)
 class CudaParts:
-    """The parts of CUDA that this machine has.
+    """The driver, cards and CUDA plugins of JAX that were found on this machine.
 
     Attributes:
         has_driver: whether a driver is loaded.
         reaches_cards: whether this process reaches the driver's cards.
         driver: major version of the driver, or None if unknown (as in WSL2).
-        plugins: versions of the installed CUDA plugins of JAX, by build.
+        plugins: versions of the installed CUDA plugins of JAX, by build ("cuda12", "cuda13").
         jaxlib: version of jaxlib, which plugins must have too.
     """
 
@@ -62,7 +62,7 @@ def start_jax(root: Path = Path("/")) -> str:
     remedy, unless JAX_PLATFORMS or CUDA_VISIBLE_DEVICES selects the CPU.
 
     Args:
-        root: folder of the files that show whether a driver is installed.
+        root: root of the file system with the files that show whether a driver is installed.
 
     Raises:
         DeviceError: JAX or a plugin fails to start, or the plugin was not built for this card.
@@ -88,7 +88,7 @@ def start_jax(root: Path = Path("/")) -> str:
 
 
 def find_parts(root: Path) -> CudaParts:
-    """Return the parts of CUDA on this machine, from files under `root` and package versions."""
+    """Return the parts of CUDA on this machine, from files below `root` and package versions."""
     reaches_cards = any((root / name).exists() for name in CARD_FILES)
     try:
         text = (root / DRIVER_FILE).read_text()
@@ -111,7 +111,7 @@ def why_cpu(root: Path, records: list[logging.LogRecord]) -> str | None:
 
     Args:
         root: see `start_jax`.
-        records: records that JAX logged during its start.
+        records: log records of JAX's start, which may contain the reason.
     """
     files = (DRIVER_FILE, *CARD_FILES)
     # JAX has imported the package `jax_plugins` if a plugin is installed.
@@ -137,11 +137,15 @@ def why_cpu(root: Path, records: list[logging.LogRecord]) -> str | None:
 
 
 def check_card(device: DeviceLimits, parts: CudaParts) -> str | None:
-    """Return a warning if the plugin that JAX uses differs from jaxlib in its version, or None.
+    """Return a warning if the version of JAX's CUDA plugin differs from jaxlib's, else None.
+
+    Args:
+        device: the device that JAX has opened.
+        parts: the parts of CUDA on this machine.
 
     Raises:
-        DeviceError: the card is older than the only installed build supports, whose compiler
-            would crash.
+        DeviceError: the card is older than the only installed plugin supports, whose compiler would
+            crash.
     """
     if not device.is_gpu:
         return None
@@ -158,7 +162,7 @@ def check_card(device: DeviceLimits, parts: CudaParts) -> str | None:
 
 
 def problems(parts: CudaParts) -> str:
-    """Return the reasons why JAX cannot use a card, from versions and files, or ""."""
+    """Return as text the reasons why JAX cannot use a card, by versions and files. "" if none."""
     driver = parts.driver
     if driver is not None and driver < OLDEST_DRIVERS["cuda12"]:
         return _old_driver(driver, "cuda12")
@@ -177,7 +181,7 @@ def problems(parts: CudaParts) -> str:
 
 
 def remedy(parts: CudaParts) -> str:
-    """Return the instruction that solves `problems`: install a driver, or a build of JAX."""
+    """Return an instruction that solves `problems`: install a driver, or a CUDA build of JAX."""
     driver = parts.driver
     if driver is not None and driver < OLDEST_DRIVERS["cuda12"]:
         return f"install driver {OLDEST_DRIVERS['cuda13']} or newer"
@@ -186,7 +190,7 @@ def remedy(parts: CudaParts) -> str:
 
 
 def plugin_remedy(parts: CudaParts) -> str | None:
-    """Return how to install a plugin that compiles for absent cards, or None if one is usable."""
+    """Return how to install a CUDA plugin for compilation without a card, None if one is usable."""
     misfits = _misfits(parts)
     if len(misfits) < len(parts.plugins):
         return None
@@ -246,10 +250,10 @@ def _cpu_is_chosen() -> bool:
 
 @contextmanager
 def _heard() -> Generator[list[logging.LogRecord]]:
-    """Collect the log records of JAX's start instead of printing them, from level INFO on.
+    """Return a context that collects JAX's log records of level INFO and above in a list.
 
-    They include tracebacks of failing plugins. A plugin that finds no card gives the reason at
-    level INFO, which is off by default.
+    The records are not printed. They include tracebacks of failing plugins. A plugin that finds no
+    card gives the reason at level INFO, which is off by default.
     """
     records: list[logging.LogRecord] = []
 

@@ -34,6 +34,11 @@ class Loaded:
     """The parts of an engine after a start and before its first request.
 
     Attributes:
+        config: resolved settings.
+        runner: weights, device state and programs.
+        tokenizer: the tokenizer, or None if the settings skip it.
+        limits: limits of requests.
+        default_sampling: sampling settings of requests without any.
         max_new_tokens: limit of new tokens in generation_config.json, or None.
         recommends_sampling: whether generation_config.json has sampling settings.
         start: report of the start, or None if `load` did not build these parts.
@@ -57,7 +62,7 @@ class Loaded:
     plan: StartPlan | None = None
 
     def slot_table(self) -> SlotTable:
-        """Return an empty slot table for the configuration and the model's window."""
+        """Return a new, empty slot table for the engine's settings and the model's window."""
         table = slot_table(self.config, self.runner.model_config)
         if table.keeps_states:
             table.num_snapshots = self.runner.num_units(STATES) - table.num_slots - 1
@@ -67,10 +72,14 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Begun:
-    """A start whose weights are placed, and whose programs are not complete.
+    """A start whose weights are on the device, and whose programs are not all compiled.
 
     Attributes:
-        group: see `Loaded`.
+        source: source of the weights.
+        tokenizer: the tokenizer, or None if the settings skip it.
+        warm_up: the compilation of the programs.
+        placed: the weights.
+        group: connections to the other hosts of the engine, or None.
     """
 
     source: Source
@@ -80,9 +89,9 @@ class Begun:
     group: Group | None
 
     def limits(self) -> Limits:
-        """Return the limits of requests, without the properties of the compiled programs.
+        """Return the limits of requests, with defaults for those that depend on compiled programs.
 
-        Log a warning if the cache holds fewer tokens than max_model_len.
+        Log a warning if the KV cache holds fewer tokens than max_model_len.
 
         Raises:
             CheckpointError: see `eos_token_ids`.
@@ -106,10 +115,10 @@ class Begun:
         """Return the parts of the engine after its programs have been compiled.
 
         Args:
-            runner: of the programs.
+            runner: runner of the compiled programs.
             behind: compiler of further programs, or None.
-            limits: the result of `limits`.
-            sampling: the checkpoint's default of sampling settings.
+            limits: the result of the method `limits`.
+            sampling: sampling settings that the checkpoint recommends.
         """
         plan, generation = self.warm_up.plan, self.source.generation_config
         # Of several hosts each has some of the logits' columns.
@@ -138,15 +147,18 @@ def place_and_begin(
     group: Group | None,
     on_progress: OnProgress | None,
 ) -> tuple[WarmUp, Placed]:
-    """Place the weights, while programs are compiled if `overlaps_compiling` allows it.
+    """Read the weights and place them on the device, and start to compile the programs.
+
+    If `overlaps_compiling` allows it, the first programs are compiled while the weights are read.
+    They are dropped if the weights have other shapes than planned.
 
     Args:
-        source: of the weights.
+        source: source of the weights.
         plan, directory, report, group: see `WarmUp`.
         on_progress: receives the progress of reading.
 
     Returns:
-        The compilation of the programs, whose rest the caller runs, and the placed weights.
+        The compilation, which the caller completes with `WarmUp.run`, and the placed weights.
     """
     span = report.timeline.span
 
@@ -176,9 +188,9 @@ def place_and_begin(
 
 
 def capacity(plan: StartPlan) -> int:
-    """Return the most tokens that a sequence can have in the cache of a plan.
+    """Return the most tokens that one sequence can have in the KV cache of a plan.
 
-    Log a warning if the cache holds fewer than max_model_len.
+    Log a warning if they are fewer than max_model_len.
     """
     tokens = longest_sequence(plan.config, plan.model_config, plan.num_pages)
     if tokens < plan.max_model_len:
@@ -194,10 +206,12 @@ def capacity(plan: StartPlan) -> int:
 def eos_token_ids(
     model_config: ModelConfig, generation_config: dict[str, Any], tokenizer: Tokenizer | None
 ) -> tuple[int, ...]:
-    """Return all distinct end-of-sequence ids of the checkpoint's files, which may disagree.
+    """Return all distinct end-of-sequence ids that the files of a model name.
+
+    They are taken from generation_config.json, config.json and the tokenizer, which may disagree.
 
     Raises:
-        CheckpointError: an id is outside the vocabulary, or there are too many ids.
+        CheckpointError: an id is outside the vocabulary, or there are more than MAX_STOP_TOKEN_IDS.
     """
     named = generation_config.get("eos_token_id")
     from_generation = named if isinstance(named, list) else [] if named is None else [named]

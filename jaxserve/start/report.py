@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 class Timeline:
-    """Spans of a start by thread, in microseconds since the process began.
+    """Records spans of time of a start, by thread, for a viewer of traces.
 
     `write` writes them in Chromium's trace event format, which Perfetto (ui.perfetto.dev) and
-    chrome://tracing show.
+    chrome://tracing show. Times are microseconds since the process began.
 
     Args:
-        path: of the file, or None to write no file.
+        path: path of the file, or None to write no file.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -41,10 +41,10 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, **facts: Any) -> Generator[None]:
-        """Record the duration of the body.
+        """Return a context whose duration is recorded as a span of the current thread.
 
         Args:
-            name: of the span.
+            name: name of the span.
             facts: JSON values that the viewer shows with the span.
         """
         started = time.time()
@@ -54,7 +54,7 @@ class Timeline:
             self._add(name, started, time.time(), **facts)
 
     def mark(self, name: str) -> None:
-        """Record an event without a duration."""
+        """Record an event without a duration at the current time."""
         self._append({"name": name, "ph": "i", "s": "p", "ts": self._micros(time.time())})
 
     def _add(self, name: str, start: float, end: float, **facts: Any) -> None:
@@ -72,7 +72,7 @@ class Timeline:
         return round((moment - self._process_start) * 1e6)
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the names of all threads with an event, then all events in the order of time."""
+        """Return the trace events as dicts: a name for each thread, then all spans by time."""
         with self._lock:
             events = [dict(event) for event in self._events]
         names = {event["tid"]: event.pop("thread") for event in events}
@@ -89,7 +89,7 @@ class Timeline:
         return named + sorted(events, key=lambda event: event["ts"])
 
     def write(self) -> None:
-        """Replace the file of this timeline, if it has one, or log a warning."""
+        """Write all events to the timeline's file, if it has one. Log a warning if that fails."""
         if self._path is None:
             return
         try:
@@ -99,7 +99,7 @@ class Timeline:
 
 
 class StoreFacts(Protocol):
-    """Facts about a `ProgramStore`, whose attributes of these names have descriptions."""
+    """Type of a `ProgramStore` in a report, with the counters and times that the report shows."""
 
     num_built: int
     num_loaded: int
@@ -112,13 +112,14 @@ class StartReport:
     """Facts about a start. The command line, log lines and benchmarks format them.
 
     Attributes:
-        timeline: of the start.
-        plan: of the start, with the allocated cache and the memory of the compiled launches.
-        device: that the programs run on, as text.
+        timeline: spans of the start.
+        plan: plan of the start, with the allocated cache and the memory of the compiled launches.
+        device: device that the programs run on, as text.
         stages: seconds of each stage by name.
-        store: of the programs, which counts the programs compiled and loaded.
+        store: store of the programs, which counts the programs compiled and loaded.
         bucket_plan: padded sizes, with the measurements by which they were chosen.
-        num_choices: for an absent card, XLA's measured choices of such a card. None otherwise.
+        num_choices: for an absent card, the number of XLA's measured choices for it. None
+            otherwise.
     """
 
     timeline: Timeline = field(default_factory=Timeline)
@@ -140,7 +141,7 @@ class StartReport:
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
-        """Record the seconds of the body under the name of a stage."""
+        """Return a context whose duration in seconds is stored in `stages` under a name."""
         started = time.perf_counter()
         try:
             yield

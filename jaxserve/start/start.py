@@ -28,15 +28,21 @@ def load(
 ) -> Loaded:
     """Start an engine: find the model, plan, place the weights, and compile the programs.
 
+    Programs that the engine can serve without may still be compiled in the background after the
+    return (`Loaded.behind`).
+
     Args:
         config: the settings.
-        on_progress: receives progress.
-        root: of the files that say how much of the host's memory is free.
+        on_progress: called with (stage, done, total).
+        root: root of the file system with the files that show the host's free memory.
+
+    Returns:
+        The parts of the engine.
 
     Raises:
         CheckpointError, UnsupportedModel: the model cannot be served.
         DeviceError: JAX cannot start its device, or another host is missing.
-        ValueError: settings that contradict the model or each other.
+        ValueError: settings contradict the model or each other, or this host is a follower.
     """
     if config.node_rank:
         raise InvalidRequest(
@@ -61,7 +67,10 @@ def load(
 def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> Begun:
     """Plan a start and place the weights, after all hosts of the engine have connected.
 
-    Arguments and errors: see `load`.
+    The programs are not all compiled yet. Arguments and errors are those of `load`.
+
+    Returns:
+        The parts of the engine so far.
     """
     check_secret(config)
     profile = config.profile_start

@@ -24,7 +24,7 @@ _LONG_READ = 1 << 28
 
 @dataclass(frozen=True)
 class Placed:
-    """A model with its arrays on the device or devices.
+    """A model whose weights are on the device or devices.
 
     Attributes:
         shapes: the model's structure, with the shapes of the arrays.
@@ -36,7 +36,7 @@ class Placed:
 
 
 def place(source: Source, plan: StartPlan, on_progress: OnProgress | None = None) -> Placed:
-    """Read the weights of a source, and place them on the devices as the plan says.
+    """Read the weights of a source, and place them on the devices in the dtype and form of a plan.
 
     Raises:
         CheckpointError, UnsupportedModel: see `Source.load`.
@@ -50,10 +50,10 @@ def place(source: Source, plan: StartPlan, on_progress: OnProgress | None = None
 
 
 def checked(plan: StartPlan, placed: Placed) -> StartPlan:
-    """Return the plan, with the shapes of the placed model if they differ from the planned ones.
+    """Return the plan, with the shapes of the placed model if they differ from the planned shapes.
 
-    A difference is logged with the name of the parameter. One cause is expected: "int4" on CPU
-    takes the block format that errs least on a matrix, which values decide.
+    A difference is logged with the name of the parameter. One cause is expected: "int4" on a CPU
+    takes for each matrix the block format with the least error, which depends on the values.
     """
     difference = plan.model.difference(placed.shapes)
     if difference is None:
@@ -67,11 +67,12 @@ def checked(plan: StartPlan, placed: Placed) -> StartPlan:
 
 
 def overlaps_compiling(source: Source, plan: StartPlan) -> bool:
-    """Return whether programs are compiled while the weights are read.
+    """Return whether programs are compiled while the weights of a model are read.
 
-    On a GPU they are not, because XLA measures kernels while it compiles and needs the device for
-    itself. Small models are read first, because tracing holds Python's lock and would delay the
-    reading by more than it gains.
+    This is the case for a large Hugging Face checkpoint in full precision on one CPU device. On a
+    GPU XLA measures kernels while it compiles, and needs the device for itself. Small models are
+    read first, because tracing holds Python's lock and would delay the reading by more than it
+    gains.
     """
     model = plan.model_config
     is_plain = (plan.form, model.quantization) == (None, None) and model.split.devices == 1

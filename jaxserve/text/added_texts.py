@@ -12,16 +12,21 @@ _NOTHING = r"(?!)"
 
 
 def pattern_of_any(texts: Collection[str]) -> str:
-    """Return a pattern that matches any of some texts, the longest one at each position.
+    """Return a regular expression that matches any of some texts, the longest one at each position.
 
-    Common prefixes are factored out. Gemma 3 has 6,414 added tokens, nearly all of which begin with
-    "<". As plain alternatives, all of them would be tried at each "<".
+    It matches no text if `texts` is empty. Common prefixes are factored out: Gemma 3 has 6,414
+    added tokens, nearly all of which begin with "<". As plain alternatives, all of them would be
+    tried at each "<".
     """
     return _alternatives(sorted({text for text in texts if text}), _MOST_NESTED) or _NOTHING
 
 
 def _alternatives(texts: list[str], deepest: int) -> str:
-    """Return a pattern of sorted texts with at most `deepest` nested groups."""
+    """Return a regular expression that matches any of some sorted, distinct texts.
+
+    Args:
+        deepest: maximum nesting of groups. Below it, texts are plain alternatives, longest first.
+    """
     if not deepest:
         return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
     alternatives: list[str] = []
@@ -40,7 +45,7 @@ def _alternatives(texts: list[str], deepest: int) -> str:
 
 
 class AddedTexts:
-    """Texts of added tokens, which untrusted data may contain as plain text."""
+    """Texts of a tokenizer's added tokens, which must stay ordinary text in untrusted data."""
 
     def __init__(self, texts: Collection[str]) -> None:
         # Runs of spaces are not markers.
@@ -50,9 +55,11 @@ class AddedTexts:
         self._longest = max(map(len, added), default=1)
 
     def cut(self, value: Any, mark: str) -> Any:
-        """Return a value with `mark` inserted into each added text in it.
+        """Return a copy of a value with `mark` inserted into each text of an added token in its
+        strings.
 
-        Strings within lists and mappings are changed too.
+        Strings in nested lists and mappings are changed too. A string that ends with the beginning
+        of such a text gets `mark` at its end. Values that JSON does not have become strings.
         """
         if isinstance(value, Mapping):
             # Templates look up identifiers as names, and added texts are never identifiers.

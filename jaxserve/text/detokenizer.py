@@ -17,10 +17,16 @@ _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 
 
 class Detokenizer:
-    """Text of one sequence, decoded token by token.
+    """Incremental conversion of the generated tokens of one sequence to text.
 
-    Incomplete characters and text that may begin a stop string are held back. Bytes that never
-    become a character are handled by `finish`.
+    Incomplete characters and text that may begin a stop string are held back. The text ends at the
+    first stop string.
+
+    Args:
+        prompt_token_ids: ids of the prompt, whose last tokens are the context of the first new
+            token.
+        sampling: sampling parameters, which have the stop strings and the treatment of special
+            tokens.
     """
 
     def __init__(
@@ -53,7 +59,9 @@ class Detokenizer:
         self.stop: str | None = None  # the stop string that was found, or None
 
     def add(self, token_id: int) -> bool:
-        """Decode one more token. Return whether its text completes a stop string."""
+        """Decode the next generated token, and append its text to `text`. Return whether the text
+        now contains a stop string, at which it is cut.
+        """
         self._num_tokens += 1
         piece = self._run(self._stream.step, self._backend, token_id)
         if self._added:
@@ -69,7 +77,7 @@ class Detokenizer:
         return self._extend(piece)
 
     def finish(self) -> None:
-        """End the text after the last token.
+        """End the text after the last generated token, so that `take` returns all of it.
 
         Invalid bytes become U+FFFD. An incomplete character at the end is dropped.
         """
@@ -108,7 +116,7 @@ class Detokenizer:
         return True
 
     def take(self) -> str:
-        """Return the text that is certain by now and was not returned before."""
+        """Return the new text since the last call, except a part that may begin a stop string."""
         end = len(self.text)
         if self.stop is None and self._stops is not None:
             start = max(self._held_from, self._search_from)

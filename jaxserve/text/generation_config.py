@@ -20,12 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 def read_generation_config(directory: str | Path) -> dict[str, Any]:
-    """Read a checkpoint's generation_config.json. Return {} if the file is missing.
+    """Return the content of a checkpoint's generation_config.json, {} if the file is missing.
 
-    Invalid recommendations are dropped with one warning.
+    Invalid sampling settings and lengths are dropped with one warning.
 
     Raises:
-        CheckpointError: the file is not a JSON object.
+        CheckpointError: the file is too large or not a JSON object.
     """
     path = Path(directory) / "generation_config.json"
     if not path.is_file():
@@ -46,7 +46,9 @@ def read_generation_config(directory: str | Path) -> dict[str, Any]:
 
 
 def _fault(name: str, value: Any) -> str | None:
-    """Return the error for a recommended value, or None if it is valid or null."""
+    """Return the error message for a recommended sampling setting, or None if it is valid or
+    null.
+    """
     if value is None:
         return None
     try:
@@ -62,14 +64,24 @@ def _fault(name: str, value: Any) -> str | None:
 
 
 def recommends_sampling(generation_config: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint recommends sampling settings, even if they equal the defaults."""
+    """Return whether a checkpoint recommends sampling settings, even if they equal the defaults.
+
+    Args:
+        generation_config: content of the checkpoint's generation_config.json.
+    """
     names = (*_SAMPLING, "do_sample")
     values = [generation_config.get(name) for name in names]
     return any(value is not None and value is not True for value in values)
 
 
 def default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling settings that a checkpoint recommends."""
+    """Return the sampling parameters that a checkpoint recommends, with defaults for the others.
+
+    The temperature is 0 if the checkpoint recommends no sampling (do_sample false).
+
+    Args:
+        generation_config: content of the checkpoint's generation_config.json.
+    """
     chosen = {n: generation_config[n] for n in _SAMPLING if generation_config.get(n) is not None}
     if generation_config.get("max_new_tokens") is not None:
         chosen["max_tokens"] = generation_config["max_new_tokens"]
@@ -84,9 +96,12 @@ CHAT_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
 
 
 def chat_sampling(is_recommended: bool, config: EngineConfig) -> dict[str, float]:
-    """Return the sampling parameters of a chat.
+    """Return the sampling parameters that an interactive chat uses in place of the defaults.
 
-    The result is empty if the checkpoint recommends parameters, or if the user chose the API's
-    defaults with generation_config="vllm".
+    The result is empty if the checkpoint recommends parameters, or if the user chose the defaults
+    of the API with generation_config="vllm".
+
+    Args:
+        is_recommended: True if the checkpoint recommends sampling parameters.
     """
     return {} if is_recommended or config.generation_config == "vllm" else CHAT_SAMPLING

@@ -53,10 +53,11 @@ _BLANK = "▁"  # how SentencePiece vocabularies write a space
 def gguf_tokenizer(
     metadata: Mapping[str, Any], where: str, vocab_size: int | None = None
 ) -> PlainTokenizer:
-    """Return the tokenizer described by the metadata of a GGUF file.
+    """Return the tokenizer that the metadata of a GGUF file describes. Errors name the file
+    `where`.
 
     Raises:
-        CheckpointError: the tokenizer is missing, of an unknown kind, or inconsistent.
+        CheckpointError: the tokenizer is missing, of an unsupported kind, or inconsistent.
     """
     try:
         with LibraryCalls():
@@ -68,10 +69,10 @@ def gguf_tokenizer(
 
 
 def save_tokenizer(metadata: Mapping[str, Any], where: str, folder: Path) -> None:
-    """Write the tokenizer of a GGUF file to a folder, in Transformers' file format.
+    """Write the tokenizer of a GGUF file to a folder, as tokenizer files of Transformers.
 
     Raises:
-        CheckpointError: see `gguf_tokenizer`.
+        CheckpointError: the tokenizer is missing, of an unsupported kind, or inconsistent.
     """
     plain = gguf_tokenizer(metadata, where)
     transformers = importlib.import_module("transformers")
@@ -123,7 +124,9 @@ def _tokenizer(metadata: Mapping[str, Any], vocab_size: int | None) -> PlainToke
 
 
 def _kind(metadata: Mapping[str, Any]) -> str:
-    """Return the kind of the vocabulary."""
+    """Return the kind of a GGUF file's vocabulary: "gpt2" (byte-level) or "llama"
+    (SentencePiece).
+    """
     kind: Any = metadata.get("tokenizer.ggml.model")
     if kind in _MISSING:
         raise CheckpointError(
@@ -139,9 +142,8 @@ def _kind(metadata: Mapping[str, Any]) -> str:
 
 
 def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[int]:
-    """Return the type of each token. Tokens that end answers count as control tokens.
-
-    Files often give them a wrong type.
+    """Return the GGUF type of each token: control for a token that ends answers, whatever the file
+    says.
     """
     lists = {name: _plain(metadata.get(f"tokenizer.ggml.{name}")) for name in _PER_TOKEN}
     sizes = {name: len(value) for name, value in lists.items() if isinstance(value, list)}
@@ -156,7 +158,7 @@ def _types(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> list[in
 
 
 def _split(metadata: Mapping[str, Any]) -> TextSplit:
-    """Return how a byte-level vocabulary splits text before merging."""
+    """Return the rules by which a byte-level vocabulary splits text into words before merging."""
     name = metadata.get("tokenizer.ggml.pre")
     if not name:
         _log.warning("tokenizer.ggml.pre is missing: text is split as llama.cpp does by default")
@@ -175,10 +177,11 @@ def _split(metadata: Mapping[str, Any]) -> TextSplit:
 
 
 def _byte_level(merges: Any, tokens: list[str], types: list[int], split: TextSplit) -> Tokenizer:
-    """Return a tokenizer of a byte-level BPE vocabulary.
+    """Return a tokenizer of a byte-level BPE vocabulary with the given merges and rules for words.
 
-    Whole tokens keep their spelling. Other tokens with characters outside the byte alphabet, which
-    encoding never produces, are respelled in bytes so that they decode correctly.
+    Control and user-defined tokens keep their spelling. Other tokens with characters outside the
+    byte alphabet, which encoding never produces, are respelled in bytes so that they decode
+    correctly.
     """
     letters = byte_letters()
     alphabet = set(letters)
@@ -206,9 +209,9 @@ def _with_scores(
     """Return a tokenizer of a SentencePiece vocabulary, and its tokens in their internal spelling.
 
     Files contain scores instead of merges: a token can be merged from any two others, the best
-    score first. Gemma's scores are not usable: its order is that of the file, except that in Gemma
-    3 the longest runs of spaces come first. Files contain these runs as real spaces, and
-    tokenizer.json as U+2581.
+    score first. Gemma's scores are not usable: its tokens merge in the order of the file, except
+    that in Gemma 3 the longest runs of spaces come first. Files contain these runs as real spaces,
+    and tokenizer.json as U+2581.
     """
     scores: list[float] = _plain(metadata["tokenizer.ggml.scores"])
     architecture = str(metadata["general.architecture"])
@@ -240,7 +243,7 @@ def _with_scores(
 
 
 def _merges(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that form a token, by best score, then by longest left part."""
+    """Return the pairs of tokens that merge, by best score, then by longest left part."""
     # Tokens are usually in order, so sorting is fast.
     tokens = sorted(zip(scores, vocab, strict=True), key=itemgetter(0), reverse=True)
     merges = [
@@ -256,7 +259,7 @@ def _merges(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, st
 def _add_whole(
     backend: Tokenizer, tokens: list[str], types: list[int], named: set[str], *, strips: bool
 ) -> None:
-    """Add the tokens that are recognized as whole texts: special and user-defined ones.
+    """Add special and user-defined tokens to a tokenizer, which recognizes them as whole texts.
 
     Args:
         named: tokens that the file names as beginning of sequence and so on, which are special

@@ -21,7 +21,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Rules that split text into words."""
+    """Rules by which a byte-level vocabulary splits text into words before merging tokens."""
 
     # Patterns, applied in order, each to the words of the previous one. Text that a pattern does
     # not match becomes a word of its own.
@@ -210,7 +210,11 @@ _NAMED = ("eos", "eot", "eom", *_CODE_ENDS)
 
 
 def end_texts(types: Mapping[str, int]) -> set[str]:
-    """Return the texts in a vocabulary that end an answer regardless of the metadata."""
+    """Return the tokens of a vocabulary that end an answer according to their text alone.
+
+    Args:
+        types: GGUF token type of each token, by the text of the token.
+    """
     ends = set(TEXTS.intersection(types))
     if ends & {"<|call|>", "<|calls|>"} and ends & {"<|return|>", "<|flush|>"}:
         ends.discard("<|end|>")  # ends only a part of an answer
@@ -220,7 +224,11 @@ def end_texts(types: Mapping[str, int]) -> set[str]:
 
 
 def gguf_ends(metadata: Mapping[str, Any]) -> list[Any]:
-    """Return the unchecked ids of tokens that end an answer, the metadata's ids first."""
+    """Return the ids of the tokens that end an answer, from the metadata of a GGUF file.
+
+    The ids that the metadata names come first, unchecked. The ids of tokens with known texts follow
+    in ascending order.
+    """
     tokens = metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, list) else []
     types = metadata.get("tokenizer.ggml.token_type")

@@ -23,16 +23,19 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def vocabulary_for_grammars(source: str, vocab_size: int) -> tuple[str, dict[str, int]]:
-    """Return a tokenizer.json whose tokens keep their ids, and spell the text that they add.
+    """Convert a tokenizer.json to the form in which llguidance reads each token as the text that
+    the token adds to an answer.
 
-    Special tokens get random names, and a grammar writes them as `<[id]>`. Other added tokens
-    become vocabulary entries. Normalizers are removed, since constrained text must stay unchanged.
+    Tokens keep their ids. Special tokens get random names, so that a grammar names them only as
+    `<[id]>`. Other added tokens become vocabulary entries. Normalizers are removed, since
+    constrained text must stay unchanged.
 
     Args:
+        source: JSON text of a tokenizer.json.
         vocab_size: number of logits. Higher ids are removed, and missing ids become special tokens.
 
     Returns:
-        The converted tokenizer.json, and the ids of the added tokens by text.
+        The JSON text of the converted tokenizer.json, and the ids of the added tokens by text.
     """
     tokenizer = json.loads(source)
     entries = _Entries(tokenizer["model"])
@@ -67,7 +70,7 @@ def vocabulary_for_grammars(source: str, vocab_size: int) -> tuple[str, dict[str
 
 
 class _Entries:
-    """Vocabulary entries of a model, by id.
+    """Editable vocabulary of a tokenizer's model: the name of each entry, by id.
 
     Args:
         model: `model` object of a tokenizer.json. BPE has a mapping, Unigram a list of pieces and
@@ -87,7 +90,14 @@ class _Entries:
         self._lost: set[str] = set()
 
     def rename(self, number: int, before: str, after: str) -> bool:
-        """Rename or add an entry. Return False if another entry has that name."""
+        """Rename a vocabulary entry, or add one. Return False, without a change, if the name is
+        taken.
+
+        Args:
+            number: id of the entry.
+            before: current name of the entry, "" for a new one.
+            after: new name.
+        """
         if self._numbers.get(after, number) != number:
             return False
         if self._numbers.get(before) == number and before != after:
@@ -101,12 +111,15 @@ class _Entries:
         self._lost.add(name)
 
     def cut(self, size: int) -> None:
-        """Remove the entries with ids of `size` or more."""
+        """Remove the vocabulary entries with ids of `size` or more."""
         for number in [number for number in self.names if number >= size]:
             self._forget(number)
 
     def write(self) -> None:
-        """Write the entries back to the model, without the merges of removed entries."""
+        """Write the entries back to the `model` object of the tokenizer.json.
+
+        Merges of removed entries are removed, too.
+        """
         if isinstance(self._model["vocab"], list):
             worst = min(self._scores.values(), default=0.0) - 100.0
             self._model["vocab"] = [
@@ -126,7 +139,6 @@ class _Entries:
 
 
 def _spell(text: str, is_byte_level: bool) -> str:
-    """Return the vocabulary spelling of an added token's decoded text."""
     if not is_byte_level:
         return text.replace(" ", "\u2581")
     letters = byte_letters()

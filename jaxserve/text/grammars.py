@@ -59,25 +59,26 @@ Clock = Callable[[], float]
 
 
 class GrammarError(RuntimeError):
-    """A sequence cannot continue in the format of its request."""
+    """Error: a sequence cannot continue in the structured output format of its request."""
 
     def as_refusal(self) -> InvalidRequest:
-        """Return this error as a refusal of the request."""
+        """Return this error as an `InvalidRequest` that names the field of the output format."""
         return InvalidRequest(f"{NAME}: {self}", NAME)
 
 
 @dataclass
 class _Work:
-    """CPU time spent on a format, by all requests together."""
+    """CPU time in seconds that all requests with one structured output format have spent on it."""
 
     seconds: float = 0.0
 
 
 class _Account:
-    """CPU time spent on the masks of one request, shared by its completions.
+    """CPU time spent on the token masks of one request, shared by its completions.
 
     Args:
         clock: function that returns the CPU time of the calling thread in seconds.
+        work: CPU time of all requests with the same output format, which is increased, too.
     """
 
     def __init__(self, clock: Clock, work: _Work) -> None:
@@ -87,10 +88,10 @@ class _Account:
         self._num_tokens = 0
 
     def charge(self, seconds: float) -> None:
-        """Add the CPU time of one more token.
+        """Add the CPU time, in seconds, spent on one more token of the request.
 
         Raises:
-            GrammarError: the tokens took too much time in total.
+            GrammarError: the tokens of the request took too much time in total.
         """
         self._seconds += seconds
         self.work.seconds += seconds
@@ -100,10 +101,12 @@ class _Account:
 
 
 class Constraint:
-    """Constraint of one sequence to a format. Its state follows the tokens of the sequence.
+    """Constraint of one sequence to a structured output format. Its state follows the sequence's
+    tokens.
 
     Args:
         matcher: llguidance matcher in its initial state, used by this constraint only.
+        vocab_size: number of the model's logits.
         clock: function that returns the CPU time of the calling thread in seconds.
 
     Attributes:
@@ -133,13 +136,13 @@ class Constraint:
         return mask[0].view(np.uint32)
 
     def advance(self, token: int) -> bool:
-        """Update the state with a token of the sequence.
+        """Update the constraint with the next token of the sequence.
 
         Returns:
-            True if the text is complete and only an end token may follow.
+            True if the text is complete, so that only a token that ends the sequence may follow.
 
         Raises:
-            GrammarError: the format does not allow the token, or is too complex to continue.
+            GrammarError: the output format does not allow the token, or is too complex to continue.
         """
         before = self._account.clock()
         is_complete = self._take(token)
@@ -155,7 +158,10 @@ class Constraint:
         return False
 
     def copy(self) -> Constraint:
-        """Return a constraint in the same state, for another completion of the same request."""
+        """Return a constraint in the same state, for another completion of the same request.
+
+        Both constraints share the account of the request's CPU time.
+        """
         copied = Constraint.__new__(Constraint)
         copied._matcher, copied._size = self._matcher.deep_copy(), self._size
         copied._account = self._account
@@ -163,22 +169,26 @@ class Constraint:
         return copied
 
     def begin(self) -> Constraint:
-        """Return a constraint in the same state, for another request."""
+        """Return a constraint in the same state for a new request, with a new account of CPU
+        time.
+        """
         copied = self.copy()
         copied._account = _Account(self._account.clock, self.work)
         return copied
 
     @property
     def work(self) -> _Work:
-        """CPU time spent on the format, shared with all constraints of the same format."""
+        """CPU time spent on the structured output format by all of its requests together."""
         return self._account.work
 
 
 class Grammars:
-    """Compiler of formats for one tokenizer, with a cache. It is thread-safe.
+    """Compiler of structured output formats for one tokenizer, with a cache. It is thread-safe.
 
     Args:
         tokenizer: function that returns the text of a tokenizer.json, called when first needed.
+        vocab_size: number of the model's logits.
+        ends: ids of the tokens that end a sequence.
         clock: function that returns the CPU time of the calling thread in seconds.
     """
 
@@ -200,7 +210,9 @@ class Grammars:
         self._bytes = 0
 
     def tokenizer(self) -> Any:
-        """Return llguidance's trie of the vocabulary. Building a large one takes a second, once."""
+        """Return llguidance's tokenizer for the vocabulary, which the first call builds (up to a
+        second).
+        """
         import llguidance
 
         with self._lock:
@@ -215,10 +227,10 @@ class Grammars:
             return self._made
 
     def compile(self, params: StructuredOutputsParams) -> Constraint:
-        """Return a new constraint in its initial state.
+        """Return a new constraint to a structured output format, in its initial state.
 
-        Compiling a new format takes milliseconds, so callers do it on their own thread. Failures
-        are cached too.
+        Compiling a new format takes milliseconds, so callers do it on their own thread. Results and
+        errors are cached.
 
         Raises:
             InvalidRequest: the format is invalid, or no text in this vocabulary satisfies it.
@@ -237,7 +249,9 @@ class Grammars:
         return compiled.begin()
 
     def _compiled(self, params: StructuredOutputsParams) -> Constraint | str:
-        """Return the initial constraint of a format, or the error message of compiling it."""
+        """Compile a structured output format. Return its initial constraint, or the error
+        message.
+        """
         import llguidance
 
         try:
@@ -275,14 +289,25 @@ class Grammars:
 def grammars_of(
     tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> Grammars | None:
-    """Return the compiler for a model, or None without a tokenizer or end tokens."""
+    """Return the compiler of structured output formats for a model.
+
+    The result is None without a tokenizer or without tokens that end a sequence.
+
+    Args:
+        vocab_size: number of the model's logits.
+        eos_token_ids: ids of the tokens that end a sequence.
+    """
     if tokenizer is None or not eos_token_ids:
         return None
     return Grammars(tokenizer.backend.to_str, vocab_size, eos_token_ids)
 
 
 def schema_problem(schema: dict[str, Any], lenient: bool) -> str | None:
-    """Return the error of compiling a JSON schema, or None."""
+    """Return the error message of compiling a JSON schema with llguidance, or None if it compiles.
+
+    Args:
+        lenient: True to ignore keywords that llguidance does not support.
+    """
     from llguidance import LLMatcher
 
     options: Any = {"whitespace_flexible": False, "lenient": lenient}
@@ -295,7 +320,9 @@ def schema_problem(schema: dict[str, Any], lenient: bool) -> str | None:
 
 
 def lark_problem(text: str) -> str | None:
-    """Return the error of a Lark grammar, or None."""
+    """Return the error message of compiling a Lark grammar with llguidance, or None if it
+    compiles.
+    """
     from llguidance import LLMatcher
 
     error = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text))
@@ -321,7 +348,11 @@ def _with_ids(grammar: str, named: Mapping[str, int]) -> str:
 def grammar_source(
     params: StructuredOutputsParams, named: Mapping[str, int], is_special: Callable[[int], bool]
 ) -> str:
-    """Return a format in llguidance's grammar language.
+    """Return a structured output format as the source of a grammar for llguidance.
+
+    Args:
+        named: ids of the tokenizer's added tokens by text.
+        is_special: function that returns whether a token id is that of a special token.
 
     Raises:
         ValueError: the format is invalid.
@@ -356,7 +387,10 @@ def _small_gbnf(text: str) -> str:
 
 
 def _structural_tag(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
-    """Return the Lark grammar of a structural tag.
+    """Return the Lark grammar of a structured output format that is a structural tag.
+
+    Args:
+        special: ids of the tokenizer's special tokens by text.
 
     Raises:
         ValueError: the tag is invalid or not supported.

@@ -53,14 +53,14 @@ Problem = Callable[[dict[str, Any], bool], str | None]
 
 
 class UnenforceableSchema(ValueError):
-    """A schema has a keyword that grammars cannot enforce. The message has its path."""
+    """Error: a JSON schema has a keyword that grammars cannot enforce. The message has its path."""
 
 
 class EnforceableSchemas:
-    """Cache of results of `enforceable`. It is thread-safe.
+    """Thread-safe cache of JSON schemas in the form that grammars can enforce; see `enforceable`.
 
     Args:
-        problem: function that returns the error of compiling a schema.
+        problem: function that returns the error of compiling a schema, or None.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -70,7 +70,13 @@ class EnforceableSchemas:
         self._chars = 0
 
     def get(self, schema: dict[str, Any], is_strict: bool, owner: str) -> dict[str, Any]:
-        """Return the enforceable form of a schema from the cache, or compute it; see `enforceable`.
+        """Return the form of a JSON schema that grammars can enforce, from the cache or newly
+        computed.
+
+        Args:
+            is_strict: True to refuse a schema with a keyword that cannot be enforced, not to reduce
+                it.
+            owner: name of the schema's owner in the log.
 
         Raises:
             UnenforceableSchema: the schema is strict, and a keyword cannot be enforced.
@@ -93,12 +99,16 @@ class EnforceableSchemas:
 def enforceable(
     schema: dict[str, Any], is_strict: bool, owner: str, problem: Problem
 ) -> dict[str, Any]:
-    """Return a schema that compiles with llguidance's option `lenient`.
+    """Return the form of a JSON schema that grammars can enforce.
 
     Malformed and unsupported keywords are removed and logged. Names and types of properties remain.
+    A schema without such keywords is returned unchanged.
 
     Args:
+        is_strict: True to refuse a schema with such keywords, not to reduce it.
         owner: name of the schema's owner in the log.
+        problem: function from a schema and llguidance's option `lenient` to the error of compiling
+            it, or None.
 
     Raises:
         UnenforceableSchema: the schema is strict, and a keyword cannot be enforced.
@@ -126,12 +136,17 @@ def enforceable(
 
 
 def well_formed(schema: Any) -> Any:
-    """Return a schema without malformed keywords, for chat templates that read it."""
+    """Return a JSON schema without malformed keywords, for chat templates that read the schema.
+
+    A schema without malformed keywords is returned itself, not as a copy.
+    """
     return _without_faults(schema, None)[0]
 
 
 def first_line(message: str) -> str:
-    """Return the first line of an error message, with the line that gives the reason."""
+    """Return the first line of a compiler's error message, and its first line that begins with
+    "error:".
+    """
     lines = [line.strip() for line in message.strip().splitlines()] or ["it cannot be compiled"]
     if lines[0] == "NoExtensionBias":  # llguidance's term
         return "no text satisfies it"
@@ -140,7 +155,7 @@ def first_line(message: str) -> str:
 
 
 def _regex_check(problem: Problem) -> Callable[[Any], bool]:
-    """Return a function that checks patterns, with a cache and a limit on compilations."""
+    # The cache limits the number of compilations. Further patterns count as invalid.
     verdicts: dict[str, bool] = {}
 
     def check(pattern: Any) -> bool:
@@ -167,7 +182,13 @@ def _without_faults(schema: Any, is_regex: Callable[[Any], bool] | None) -> tupl
 
 
 class _Faults:
-    """Faults of a schema: malformed keywords, and keywords that grammars cannot enforce."""
+    """Search for faults of a JSON schema: malformed keywords, and keywords that grammars cannot
+    enforce.
+
+    Args:
+        is_regex: function that returns whether grammars can enforce a pattern. With None, only
+            malformed keywords are faults.
+    """
 
     def __init__(self, root: Any, is_regex: Callable[[Any], bool] | None = None) -> None:
         self._root = root
@@ -216,7 +237,13 @@ class _Faults:
             self._waiting.append((place, inner))
 
     def _support(self, path: Path, value: Any, node: dict[str, Any]) -> None:
-        """Record a fault of a well-formed keyword that grammars do not support."""
+        """Record a fault if grammars do not support a well-formed keyword of a schema.
+
+        Args:
+            path: path of the keyword in the whole schema.
+            value: value of the keyword.
+            node: schema with the keyword.
+        """
         name = path[-1]
         assert self._is_regex is not None
         if name in _UNSUPPORTED or (name == "pattern" and not self._is_regex(value)):
@@ -249,7 +276,9 @@ class _Faults:
         self.found.append((path, _GONE))
 
     def is_loop(self, start: Path) -> bool:
-        """Return whether the reference at a path leads back to itself."""
+        """Return whether following the `$ref` of the schema at a path leads back to the same
+        schema.
+        """
         chain: dict[Path, None] = {}
         place: Path | None = start
         while place is not None and place not in self._loops and place not in chain:
@@ -273,7 +302,7 @@ class _Faults:
 
 
 def _fits(name: str, value: Any, node: dict[str, Any]) -> bool:
-    """Return whether the value of a keyword has the form that JSON Schema defines."""
+    """Return whether the value of a keyword has the type and range that JSON Schema defines."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if name.startswith(("min", "max")) and name.endswith(("Length", "Items", "Properties")):
         return is_number and isinstance(value, int) and value >= 0
@@ -299,7 +328,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def value_at(root: Any, path: Path) -> Any:
-    """Return the value at a path of names and indices, or None."""
+    """Return the value at a path of names and indices within `root`, or None if there is none."""
     for key in path:
         if isinstance(root, dict):
             root = root.get(key)
@@ -311,7 +340,9 @@ def value_at(root: Any, path: Path) -> Any:
 
 
 def place_of(reference: str) -> Path | None:
-    """Return the path that a reference names, or None if it is not a JSON pointer."""
+    """Return the path in a schema that a `$ref` names, or None if the reference is not a JSON
+    pointer.
+    """
     if reference != "#" and not reference.startswith("#/"):
         return None
     keys = reference.removeprefix("#").split("/")[1:]
@@ -329,12 +360,14 @@ def _put(root: Any, path: Path, value: Any) -> None:
 
 
 def shown(path: Path) -> str:
-    """Return a path as a JSON pointer."""
+    """Return a path in a schema as a JSON pointer, such as "#/properties/a", with keys
+    shortened.
+    """
     return "#" + "".join(f"/{str(key)[:60]}" for key in path)
 
 
 def _culprit(schema: dict[str, Any], problem: Problem, lenient: bool) -> Path:
-    """Return the path of the innermost schema without which the rest compiles."""
+    # The innermost schema without which the rest compiles.
     for path in sorted(_Faults(schema).places, key=len, reverse=True)[:_MAX_TRIES]:
         rest = copy.deepcopy(schema)
         _put(rest, path, {})
@@ -353,7 +386,7 @@ def _reduced_at(schema: dict[str, Any], path: Path, keywords: tuple[str, ...]) -
 
 
 def _reduced(schema: Any, keywords: tuple[str, ...]) -> Any:
-    """Return a schema with only the given keywords, at all depths."""
+    """Return a copy of a JSON schema with only the given keywords, at all depths."""
     if isinstance(schema, list):
         return [_reduced(item, keywords) for item in schema]
     if not isinstance(schema, dict):

@@ -38,17 +38,20 @@ _KINDS = {
 
 
 class RefusedMessages(InvalidRequest):
-    """Refusal of a conversation by its chat template."""
+    """Error: a chat template refuses to render a conversation."""
 
 
 class PartedText(str):
-    """String made of several parts, joined by line breaks."""
+    """String made of several texts joined by line breaks. `parts` keeps the separate texts."""
 
     parts: tuple[str, ...]
 
     @classmethod
     def of(cls, parts: Iterable[str]) -> str:
-        """Join non-empty parts with line breaks. Return a plain str if there are fewer than two."""
+        """Join the non-empty texts in `parts` with line breaks, and return a `PartedText`.
+
+        The result is a plain str if there are fewer than two texts.
+        """
         texts = tuple(filter(None, parts))
         if len(texts) < 2:
             return "".join(texts)
@@ -58,16 +61,17 @@ class PartedText(str):
 
 
 def plain_messages(messages: Any) -> Any:
-    """Return a conversation with the content of each message as one string.
+    """Return a conversation in which the content of each message is one string.
+
+    Content that is not text becomes a sentence in brackets. Only the newest user message is refused
+    for such content, and only if no tool results follow it: clients send the whole conversation
+    with each request, so an older message that is refused would block the conversation permanently.
 
     A value that is not a list is returned unchanged, and `Tokenizer.render_chat` refuses it.
 
-    Clients send the whole conversation each time, so one refused message would block it
-    permanently. Only the newest user message is refused for its content, and only if no tool
-    results follow it (otherwise the model has already answered it).
-
     Raises:
-        InvalidRequest: see `plain_message`.
+        InvalidRequest: a message has no valid role, or its content is not valid; see
+            `plain_message`.
     """
     if not isinstance(messages, list | tuple):
         return messages
@@ -79,17 +83,17 @@ def plain_messages(messages: Any) -> Any:
 
 
 def plain_message(message: Any, is_newest: bool = True) -> dict[str, Any]:
-    """Return a message with its content as one string and its other fields unchanged.
+    """Return a copy of a message whose content is one string. The role developer becomes system.
 
     Content is a string or a list of parts, {"type": "text", "text": ...}, joined by line breaks.
 
     Args:
-        is_newest: True for the newest message. If its role is user, it must have text and no other
-            content. In other messages, missing content is "" and a part of another type becomes a
-            sentence in brackets.
+        is_newest: True for the newest message. If its role is user, its content must be text only
+            and not empty. In other messages, missing content is "" and a part of another type
+            becomes a sentence in brackets.
 
     Raises:
-        InvalidRequest: the role is missing, or the content is missing or not text.
+        InvalidRequest: the role is missing or too long, or the content is not valid.
     """
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
@@ -105,7 +109,9 @@ def plain_message(message: Any, is_newest: bool = True) -> dict[str, Any]:
 
 
 def left_out(kind: Any) -> str:
-    """Return the sentence that replaces content of a type that the model cannot read."""
+    """Return the sentence that replaces content of a type, such as image_url, that the model cannot
+    read.
+    """
     name = str(kind)[:40]
     what = next((said for word, said in _KINDS.items() if word in name), f"Content of type {name}")
     return f"[{what} is left out here: this model reads only text.]"
@@ -123,7 +129,15 @@ def _text(content: Any, is_strict: bool) -> str:
 
 
 def _words(part: Any, is_strict: bool) -> str:
-    """Return the text of a part (for a refusal, its text), or the sentence that replaces it."""
+    """Return the text of a content part, or the sentence that replaces a part of another type.
+
+    Args:
+        part: string, or dict with a type. The text of a refusal is in `refusal` or `text`.
+        is_strict: True to refuse parts without text.
+
+    Raises:
+        InvalidRequest: the part is no dict, or has no text and `is_strict` is True.
+    """
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -171,7 +185,7 @@ _OTHER_ROLES = frozenset(("assistant", "developer", "system", "tool"))
 
 
 class _Score(NamedTuple):
-    """Number of marked contents that appear in the rendered texts."""
+    """Numbers of test contents that appear in the texts which a chat template renders."""
 
     plain: int  # contents without quotation marks, which Python and JSON add when they print a list
     shown: int  # contents in any form
@@ -180,7 +194,7 @@ class _Score(NamedTuple):
 
 
 class WordsLost(ValueError):
-    """Refusal of a template that does not show user messages in any form."""
+    """Error: a chat template does not show the content of user messages in any form."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -192,15 +206,19 @@ class WordsLost(ValueError):
 def find_form(
     render: Callable[[list[Any]], str], content_format: str, roles: Iterable[str]
 ) -> TextRoles:
-    """Return the form of content with which a template shows most of the test messages.
+    """Return the form of content with which a chat template shows most of the test messages.
+
+    The form is the set of roles whose content is a string, while other roles have a list of parts.
+    None stands for strings in all roles.
 
     Args:
-        content_format: "string" or "openai" for a fixed form, "auto" to detect it.
+        render: function that renders a list of messages to a text.
+        content_format: "string" or "openai" for a fixed form, "auto" to detect the form.
         roles: other roles that the template may use in place of "user".
 
     Raises:
         WordsLost: the template accepts conversations but does not show user messages in any form.
-        TemplateTooLong: the template does not end.
+        TemplateTooLong: the template exceeded its limits.
     """
     if content_format in _FORCED:
         _score(render, _FORCED[content_format], _TALKS[:1])
@@ -242,7 +260,12 @@ def _score(
 
 
 def in_form(messages: Listing[Mapping[str, Any]], form: TextRoles) -> list[Mapping[str, Any]]:
-    """Return messages with their content in the form `form`."""
+    """Return messages with their content in the form that a chat template expects.
+
+    Args:
+        form: roles whose content remains a string. For other roles, strings become lists of parts.
+            None leaves all messages unchanged.
+    """
     if form is None:
         return list(messages)
     return [
@@ -259,7 +282,9 @@ def _parts(content: str) -> list[dict[str, str]]:
 
 
 def with_ending(content: Any, ending: str) -> Any:
-    """Return content with `ending` appended to its last text."""
+    """Return the content of a message, a string or a list of parts, with `ending` after its last
+    text.
+    """
     if isinstance(content, list):
         last = content[-1]["text"] if content else ""
         return [*content[:-1], {"type": "text", "text": f"{last}{ending}"}]

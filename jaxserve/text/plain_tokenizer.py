@@ -35,10 +35,14 @@ _MOST_JSON_BYTES = 16 << 20
 
 
 class PlainTokenizer:
-    """Subset of the interface of Transformers' tokenizers that `Tokenizer` uses.
+    """Tokenizer read without Transformers, with the part of Transformers' interface that
+    `Tokenizer` uses.
 
     Args:
+        backend: tokenizer of the tokenizers library.
         named: texts of special tokens by names such as "eos_token".
+        extra: texts of further special tokens.
+        chat_template: Jinja source of the chat template, or None.
     """
 
     def __init__(
@@ -70,15 +74,15 @@ class PlainTokenizer:
         return [self.backend_tokenizer.id_to_token(token) for token in token_ids]
 
     def get_chat_template(self, tools: Any = None) -> str | None:
-        """Return the chat template, which is the same with and without tools."""
+        """Return the source of the chat template, or None. It does not depend on `tools`."""
         return self.chat_template
 
 
 def read_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer of a folder, read by Transformers if `read_plain` cannot read it.
+    """Return the tokenizer in a folder: a `PlainTokenizer`, or one of Transformers if necessary.
 
-    Transformers is imported only then: few tokenizers need it, and the import takes longer than the
-    rest of a start.
+    Transformers is imported only if `read_plain` returns None: few tokenizers need it, and the
+    import takes longer than the rest of a start.
 
     Raises:
         Exception: either library failed to read corrupt files.
@@ -93,7 +97,10 @@ def read_tokenizer(directory: Path) -> Any:
 
 
 def read_plain(directory: Path) -> PlainTokenizer | None:
-    """Return the tokenizer of a folder, or None if Transformers must read it.
+    """Return the tokenizer in a folder, or None if Transformers must read it.
+
+    Transformers is necessary if tokenizer.json and tokenizer_config.json do not completely define
+    the tokenizer.
 
     Raises:
         Exception: the tokenizers library failed to read a corrupt tokenizer.json.
@@ -136,8 +143,8 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> Any:
 
 
 def processor_template(directory: Path) -> str | None:
-    """Return the chat template of an image processor (chat_template.json), or None without the
-    file.
+    """Return the source of the chat template in a folder's chat_template.json, which image
+    processors have, or None without the file.
 
     Raises:
         CheckpointError: the file contains no template.

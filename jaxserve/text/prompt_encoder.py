@@ -27,10 +27,13 @@ _UNASSIGNED = "\U0010fffd"  # a character that vocabularies do not contain
 
 
 class PromptEncoder:
-    """Tokenizer of texts, and of rendered conversations.
+    """Encoder of texts, and of rendered conversations, in which data never becomes added tokens.
 
     Args:
+        backend: tokenizer of the tokenizers library.
         added: ids of added tokens by text.
+        special: ids of special tokens.
+        calls: wrapper for calls of the library.
     """
 
     def __init__(
@@ -71,31 +74,34 @@ class PromptEncoder:
         return next((token for token in ids if token in self._marks), None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, in which the text of added tokens is recognized.
+        """Return the token ids of a text, in which the texts of added tokens are recognized.
+
+        Args:
+            add_special_tokens: True to add the special tokens that the model expects around a text.
 
         Raises:
-            TokenizerFailure: the library cannot encode the text.
+            TokenizerFailure: the tokenizers library cannot encode the text.
         """
         return self._encoded(self._backend, text, add_special_tokens).ids
 
     def encode_data(self, text: str) -> list[int]:
-        """Return the token ids of a text without recognizing added tokens in it.
+        """Return the token ids of a text, in which the texts of added tokens are ordinary text.
 
         Raises:
-            TokenizerFailure: the library cannot encode the text.
+            TokenizerFailure: the tokenizers library cannot encode the text.
         """
         return self._spelled(text, self._plain)
 
     def encode_pieces(self, pieces: Listing[str]) -> list[int]:
-        """Return the token ids of a text in pieces.
+        """Return the token ids of the text that consists of some pieces, without special tokens
+        around it.
 
-        Added tokens are recognized only within a piece.
-
-        Ordinary words may cross piece boundaries: the pieces "<" and "s>" are tokenized as "<s>"
-        would be without this added token.
+        The texts of added tokens are recognized only within a piece. Ordinary words may cross piece
+        boundaries: the pieces "<" and "s>" are tokenized as "<s>" would be without this added
+        token.
 
         Raises:
-            TokenizerFailure: the library cannot encode the text.
+            TokenizerFailure: the tokenizers library cannot encode the text.
         """
         if len(pieces) == 1:
             return self._joined(pieces[0], "")
@@ -106,10 +112,13 @@ class PromptEncoder:
             return [token for piece in pieces for token in self.encode(piece, False)]
 
     def _joined(self, text: str, mark: str) -> list[int]:
-        """Return the token ids of `text` after `mark` is removed from it.
+        """Return the token ids of the text that consists of some pieces, joined by a separator.
+
+        The separator has no token ids. Parts of the text with a separator, or with data that became
+        an added token, are encoded without added tokens.
 
         Args:
-            text: pieces, joined by the mark.
+            text: pieces, joined by `mark`.
             mark: separator that prevents added tokens across pieces, "" for a single piece.
         """
         encoding = self._encoded(self._backend, text)
@@ -149,10 +158,10 @@ class PromptEncoder:
         return run(backend.encode_batch, [text], **options)[0]
 
     def _spelled(self, text: str, backend: Backend) -> list[int]:
-        """Return the token ids of a text without added tokens.
+        """Return the token ids of a text without added tokens among them.
 
-        Some models also have the text of added tokens as ordinary words. The text is cut within
-        such a word.
+        Some models also have the text of an added token as an ordinary word. The text is then cut
+        within that word, and its parts are encoded separately.
         """
         if not text:
             return []
@@ -171,13 +180,7 @@ class PromptEncoder:
         return result
 
     def _cut(self, token: int, word: str, start: int) -> list[tuple[int, int]]:
-        """Return where to cut the text in place of an added token: (end of a part, start of the
-        next).
-
-        Args:
-            word: text that became this token.
-            start: index of this text.
-        """
+        # Each cut is (end of a part, start of the next part).
         place = word.find(self._marks[token])
         if place < 0 and (token == self._unknown or token not in self._special):
             return []  # unknown text, or a word with spaces around it
@@ -188,7 +191,7 @@ class PromptEncoder:
 
 
 def _without_prefix(backend: Backend) -> tuple[Backend, bool]:
-    """Return a tokenizer that does not put a space before a text.
+    """Return a tokenizer like `backend` that does not put a space before a text.
 
     Returns:
         The tokenizer, and whether `backend` puts a space only before the whole text, not after each
@@ -218,7 +221,9 @@ def _state(part: Any) -> Any:
 
 
 def _bare(part: Any) -> Any:
-    """Return a normalizer or pre-tokenizer without the space that it puts before a text."""
+    """Return a normalizer or pre-tokenizer, as in tokenizer.json, without the space that it puts
+    before a text. The result is None if it has no other effect.
+    """
     if part is None or part["type"] == "Prepend":
         return None
     if part["type"] == "Metaspace":

@@ -33,7 +33,7 @@ TYPES = tuple(
 
 @dataclass(frozen=True)
 class _Ending:
-    """Text or token that closes a tag, and thereby the free text before it."""
+    """Lark terms of the text or token that closes a tag, and thereby the free text before it."""
 
     stop: str | None = None  # terminal of the texts that end free text, or None
     prefix: str | None = None  # terminal of the text before a special token, or None
@@ -41,7 +41,7 @@ class _Ending:
 
     @property
     def rule(self) -> str:
-        """Lark terms of the ending, for use after anything except free text."""
+        """Lark terms of the ending of a tag, for use after anything except free text."""
         return " ".join(filter(None, (self.stop, self.prefix, self.token)))
 
 
@@ -54,13 +54,14 @@ def structural_tag_grammar(
     schema_rule: Callable[[Any, int | None], str],
     grammar_rule: Callable[[str], str],
 ) -> str:
-    """Return a Lark grammar of the texts that a structural tag allows.
+    """Return a Lark grammar whose rule `start` matches the texts that a structural tag allows.
 
     Args:
         tag: {"type": "structural_tag", "format": ...}, or the older {"structures", "triggers"}.
-        schema_rule: function that returns the right side of a rule for a JSON schema. Its second
-            argument is the maximum length of white space, None for the default.
-        grammar_rule: function that returns the right side of a rule for a grammar.
+        specials: ids of special tokens by text.
+        schema_rule: function that returns the right side of a Lark rule for a JSON schema. Its
+            second argument is the maximum length of white space, None for the default.
+        grammar_rule: function that returns the right side of a Lark rule for the text of a grammar.
 
     Raises:
         ValueError: the tag is invalid or not supported.
@@ -92,7 +93,9 @@ def _pattern(form: Mapping[str, Any]) -> str:
 
 
 class _Writer:
-    """Writer of the rules and terminals of one grammar; see `structural_tag_grammar`."""
+    """Writer of the Lark rules and terminals of one structural tag; see
+    `structural_tag_grammar`.
+    """
 
     def __init__(
         self,
@@ -127,10 +130,14 @@ class _Writer:
         return self._special.search(text) is None
 
     def write(self, form: Any, ending: _Ending) -> str:
-        """Write the rules of a format and its ending. Return the terms that match both.
+        """Write the Lark rules of a format and of the ending after it. Return the terms that match
+        both.
+
+        Args:
+            form: format of a structural tag, an object with a type.
 
         Raises:
-            ValueError: see `structural_tag_grammar`.
+            ValueError: the format is invalid or not supported.
         """
         if not isinstance(form, Mapping):
             raise ValueError("a format must be an object with a type")
@@ -148,7 +155,14 @@ class _Writer:
         return getattr(self, f"_write_{kind}")(form, ending)
 
     def _regular(self, form: Mapping[str, Any], stop: str | None = None) -> str | None:
-        """Return the terminal of a format and its end `stop`, or None if it is not regular."""
+        """Return a Lark terminal that matches a format and the text `stop` after it.
+
+        The result is None if the format contains parts that no regular expression can match, such
+        as a JSON schema or a special token.
+
+        Args:
+            stop: terminal of the text that ends free text in the format, or None.
+        """
         kind, behind = form.get("type"), f" {stop}" if stop else ""
         if kind == "const_string":
             value = text_field(form, "value")
@@ -176,7 +190,6 @@ class _Writer:
         return None
 
     def _free(self, form: Mapping[str, Any], *stops: str | None) -> str:
-        """Return the terminal of free text that contains neither `stops` nor excluded texts."""
         excluded = texts_field(form, "excludes")
         if form.get("max_tokens") is not None:
             raise ValueError("max_tokens is not supported; max_chars is")
@@ -202,7 +215,7 @@ class _Writer:
         return f"<[{number}]>"
 
     def _ending(self, form: Mapping[str, Any]) -> _Ending:
-        """Return the ending of a tag."""
+        """Return the ending of a tag from its field `end`: a text, a list of texts, or a token."""
         end = form.get("end")
         if isinstance(end, Mapping):
             return _Ending(token=self._token(end))
@@ -255,7 +268,17 @@ class _Writer:
     def _write_behind(
         self, run: list[Mapping[str, Any]], element: Mapping[str, Any], ending: _Ending
     ) -> str:
-        """Write the regular formats `run` and the format after them, which ends their free text."""
+        """Return Lark terms for regular formats and the format `element` after them.
+
+        Free text at the end of the regular formats extends to the beginning of `element`, a tag.
+
+        Args:
+            run: regular formats, in order.
+            ending: ending after `element`.
+
+        Raises:
+            ValueError: free text precedes a format that is not a tag with text as its beginning.
+        """
         if not run:
             return self.write(element, ending)
         if run[-1].get("type") != "any_text":
@@ -343,7 +366,16 @@ class _Writer:
     def _dispatch(
         self, form: Mapping[str, Any], rules: dict[str, list[str]], loops: bool, ending: _Ending
     ) -> str:
-        """Write free text in which each trigger is followed by one of its formats."""
+        """Return Lark terms for free text in which each trigger is followed by one of its formats.
+
+        Args:
+            rules: Lark terms of the formats by trigger, a text or a special token.
+            loops: True if several triggers may occur, False for at most one.
+            ending: ending after the free text.
+
+        Raises:
+            ValueError: a trigger mixes text and special tokens.
+        """
         texts = [trigger for trigger in rules if self._is_text(trigger)]
         mixed = [trigger for trigger in rules if trigger not in texts]
         for trigger in mixed:
@@ -374,7 +406,9 @@ class _Writer:
 
 
 def from_older(tag: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the older form of a structural tag (`structures`, `triggers`) to a format."""
+    """Return the format that the older form of a structural tag (`structures`, `triggers`)
+    describes.
+    """
     structures = list_field(tag, "structures")
     if not structures or not all(isinstance(entry, Mapping) for entry in structures):
         raise ValueError("structures must be a list of objects with begin, schema and end")
@@ -391,7 +425,9 @@ def from_older(tag: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_field(form: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    """Return the string field `name`."""
+    """Return the string field `name` of a format, or `default`. Raise ValueError for other
+    types.
+    """
     value = form.get(name, default)
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a text")
@@ -399,7 +435,7 @@ def text_field(form: Mapping[str, Any], name: str, default: str | None = None) -
 
 
 def list_field(form: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the list field `name`."""
+    """Return the list field `name` of a format. Raise ValueError if it is not a list."""
     value = form.get(name)
     if not isinstance(value, list):
         raise ValueError(f"{name} must be a list")
@@ -407,7 +443,11 @@ def list_field(form: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def texts_field(form: Mapping[str, Any], name: str) -> list[str]:
-    """Return the field `name`, a list of non-empty strings, [] by default."""
+    """Return the field `name` of a format, a list of non-empty strings, [] if it is missing.
+
+    Raises:
+        ValueError: the field has another type, or contains an empty string.
+    """
     value = form.get(name, [])
     if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
         raise ValueError(f"{name} must be a list of texts that are not empty")
@@ -415,7 +455,7 @@ def texts_field(form: Mapping[str, Any], name: str) -> list[str]:
 
 
 def flag_field(form: Mapping[str, Any], name: str) -> bool:
-    """Return the boolean field `name`, False by default."""
+    """Return the boolean field `name` of a format, or False. Raise ValueError for other types."""
     value = form.get(name, False)
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false")
@@ -423,7 +463,9 @@ def flag_field(form: Mapping[str, Any], name: str) -> bool:
 
 
 def number_field(form: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Return the integer field `name`, which must be from `low` to `high`."""
+    """Return the integer field `name` of a format. Raise ValueError if it is not in `low` to
+    `high`.
+    """
     value = form.get(name)
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} must be an integer of {low} to {high}")
@@ -431,7 +473,9 @@ def number_field(form: Mapping[str, Any], name: str, low: int, high: int) -> int
 
 
 def content_field(form: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the format in the field `content`."""
+    """Return the format in the field `content` of a format. Raise ValueError if it is not an
+    object.
+    """
     content = form.get("content")
     if not isinstance(content, Mapping):
         raise ValueError("content must be a format, an object with a type")
@@ -439,7 +483,9 @@ def content_field(form: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def elements_field(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the formats in the field `elements`, at least one."""
+    """Return the list of formats in the field `elements` of a format. Raise ValueError if it is
+    empty.
+    """
     elements = list_field(form, "elements")
     if not elements or not all(isinstance(element, Mapping) for element in elements):
         raise ValueError("elements must be a list of formats, at least one")
@@ -447,7 +493,7 @@ def elements_field(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def tags_field(form: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the tags in the field `tags`, at least one."""
+    """Return the list of tags in the field `tags` of a format. Raise ValueError if it is empty."""
     tags = list_field(form, "tags")
     if not tags or not all(isinstance(t, Mapping) and t.get("type", "tag") == "tag" for t in tags):
         raise ValueError("tags must be a list of tags, at least one")

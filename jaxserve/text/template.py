@@ -30,10 +30,11 @@ WORK_OF_OUTPUT = 16
 
 
 class ChatTemplate:
-    """Compiled chat template. It is thread-safe.
+    """Compiled chat template, which renders conversations to text. It is thread-safe.
 
     Args:
-        max_nodes: maximum nodes in its syntax tree.
+        source: Jinja source of the template.
+        max_nodes: maximum nodes in the template's syntax tree.
 
     Raises:
         jinja2.TemplateError, ValueError: the source is invalid or too large.
@@ -58,17 +59,19 @@ class ChatTemplate:
             raise ValueError("the chat template is nested too deep") from None
 
     def reads(self, name: str) -> bool:
-        """Return whether the variable `name` occurs in the template."""
+        """Return whether the variable `name` occurs in the chat template."""
         return name in self._names
 
     def render(self, variables: dict[str, Any], seconds: float = 1.0) -> str:
-        """Render and return the text.
+        """Render the chat template, and return the text.
 
         Args:
-            variables: plain values. The template cannot change them.
+            variables: template variables such as `messages`, of plain types. The template cannot
+                change them.
+            seconds: limit on the CPU time.
 
         Raises:
-            TemplateTooLong: the time or the output limit was exceeded.
+            TemplateTooLong: the limit on time, work or output was exceeded.
             Exception: any error raised by the template.
         """
         most = 4 * weigh(variables, 1 << 30) + MORE_CHARS
@@ -95,14 +98,16 @@ _JINJA = "{}\n"
 def find_template(
     name: str | Path, may_read: bool = True, max_nodes: int = MAX_NODES
 ) -> ChatTemplate:
-    """Return the chat template that a setting or a request names.
+    """Return the compiled chat template that a setting or a request names.
 
     Args:
         name: path of a file, name of a shipped template, or Jinja source.
         may_read: True if files may be read. Requests never read files.
+        max_nodes: maximum nodes in the syntax tree of Jinja source.
 
     Raises:
-        InvalidRequest: the value is not one of these, or the template is invalid.
+        InvalidRequest: the value is neither a known name nor Jinja source, or the template is
+            invalid.
     """
     text = str(name)
     if may_read and not isinstance(name, Path) and any(sign in text for sign in _JINJA):
@@ -138,7 +143,12 @@ def _read(path: Path) -> str:
 
 
 def compile_template(source: str, where: str = "", max_nodes: int = MAX_NODES) -> ChatTemplate:
-    """Return a compiled template that does not come from a checkpoint.
+    """Compile the source of a chat template that does not come from a checkpoint, and return the
+    template.
+
+    Args:
+        where: name of the source in error messages.
+        max_nodes: maximum nodes in the template's syntax tree.
 
     Raises:
         InvalidRequest: the template is invalid or too large.
@@ -163,14 +173,19 @@ _TOOLS = [
 def read_templates(
     tokenizer: Any, where: str, fit: Callable[[ChatTemplate, Any], ChatTemplate]
 ) -> dict[bool, ChatTemplate]:
-    """Return the chat templates for conversations without tools (False) and with tools (True).
+    """Return the chat templates of a tokenizer as a dict: the template for conversations with tools
+    under True, and the one for those without tools under False.
+
+    The dict is empty without a chat template. It has one entry if a named template serves only one
+    kind of conversation.
 
     Args:
         tokenizer: tokenizer of Transformers, or an object with the same methods.
-        fit: function that sets the form of content that a template expects.
+        where: name of the tokenizer in error messages.
+        fit: function that sets the form of message content that a template expects.
 
     Raises:
-        CheckpointError: a template is invalid, does not end, or does not show user messages.
+        CheckpointError: a template is invalid, exceeds its limits, or does not show user messages.
     """
     if tokenizer.chat_template is None:
         return {}

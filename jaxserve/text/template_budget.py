@@ -30,16 +30,18 @@ _LISTS = (list, tuple, set, frozenset, *_VIEWS)
 
 
 class TemplateTooLong(InvalidRequest):
-    """Refusal of a template that exceeded its limit on work or output."""
+    """Error: the rendering of a chat template exceeded its limit on time, work or output."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"the chat template was stopped: {message}", "messages")
 
 
 def weigh(value: Any, most: int) -> int:
-    """Return the weight of a value: its characters, plus `_ENTRY` for each list or mapping.
+    """Return the weight of a template value: its characters, plus `_ENTRY` for each list or
+    mapping.
 
-    Nested values count as often as they occur. Counting stops once the weight exceeds `most`.
+    Nested values count as often as they occur. The result may be too low if it exceeds `most`,
+    since counting then stops.
     """
     total, pending = 0, [value]
     while pending and total <= most:
@@ -62,11 +64,11 @@ def _parts(value: Any) -> tuple[int, Iterable[Any]]:
 
 
 class Budget:
-    """Remaining work and CPU time of one rendering.
+    """Remaining work and CPU time for one rendering of a chat template.
 
     Args:
-        size: maximum characters and steps.
-        seconds: maximum CPU time of this thread.
+        size: maximum number of characters that are processed, plus one per step.
+        seconds: maximum CPU time of the rendering thread.
     """
 
     def __init__(self, size: int, seconds: float) -> None:
@@ -76,10 +78,11 @@ class Budget:
         self._until_check = _CHECK_EVERY
 
     def spend(self, size: int = 1) -> None:
-        """Charge one step and `size` characters.
+        """Subtract one step and `size` characters from the budget, and sometimes check the CPU
+        time.
 
         Raises:
-            TemplateTooLong: the budget is exhausted.
+            TemplateTooLong: the budget is exhausted, or the step has too many characters.
         """
         self._left -= size + 1
         if self._left < 0 or size > _MAX_STEP:
@@ -89,7 +92,7 @@ class Budget:
             self.check()
 
     def check(self) -> None:
-        """Read the clock.
+        """Check the CPU time used by the rendering so far.
 
         Raises:
             TemplateTooLong: the CPU time is used up.
@@ -99,13 +102,14 @@ class Budget:
             raise TemplateTooLong(f"it takes more than {self._seconds:g} s")
 
     def read(self, value: Any) -> int:
-        """Charge for reading a whole value, and return its weight.
+        """Charge the budget for reading a whole value, and return the weight of the value.
 
         The value is counted level by level, since C code compares, hashes and prints nested values
         by recursion.
 
         Raises:
-            TemplateTooLong: the value is too large or nested too deeply.
+            TemplateTooLong: the budget is exhausted, or the value is too large or nested too
+                deeply.
         """
         if type(value) is str:
             self.spend(len(value))
@@ -129,10 +133,12 @@ class Budget:
         raise TemplateTooLong("it nests values too deep")
 
     def listed(self, values: Any) -> Any:
-        """Return an iterable as a list or tuple, after charging for its elements.
+        """Charge the budget for the elements of an iterable, and return them as a list.
+
+        A list or a tuple is returned unchanged.
 
         Raises:
-            TemplateTooLong: it has more than MAX_ITEMS elements.
+            TemplateTooLong: there are more than MAX_ITEMS elements, or the budget is exhausted.
         """
         if not isinstance(values, list | tuple):
             values = list(itertools.islice(values, MAX_ITEMS + 1))
@@ -140,17 +146,23 @@ class Budget:
         return values
 
     def items(self, count: int) -> None:
-        """Charge for a list of `count` elements.
+        """Charge the budget for a list of `count` elements.
 
         Raises:
-            TemplateTooLong: `count` exceeds MAX_ITEMS.
+            TemplateTooLong: `count` exceeds MAX_ITEMS, or the budget is exhausted.
         """
         if count > MAX_ITEMS:
             raise TemplateTooLong(f"it makes a list of more than {MAX_ITEMS} elements")
         self.spend(ELEMENT * count)
 
     def settle(self, result: Any) -> Any:
-        """Charge for the result of a step, and return it. A lazy iterator is wrapped in `Paid`."""
+        """Charge the budget for the result of a filter, operator or call, and return the result.
+
+        A lazy iterator is wrapped in `Paid`, which charges for each of its values.
+
+        Raises:
+            TemplateTooLong: the result is too large, or the budget is exhausted.
+        """
         if isinstance(result, str):
             self.spend(len(result))
         elif isinstance(result, list | tuple | dict):
@@ -164,7 +176,7 @@ class Budget:
 
 
 class Paid:
-    """Iterator that charges for each of its values.
+    """Iterator over `values` that charges a template's budget for each value.
 
     It is a class, not a generator, because Python frees a long chain of generators by unlimited
     recursion.

@@ -66,15 +66,19 @@ _LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 def pay_for_filter(
     budget: Budget, name: str, data: tuple[Any, ...], more: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Charge for a filter before it runs, and return its positional arguments.
+    """Charge a template's budget for a Jinja filter before it runs, and return its positional
+    arguments.
+
+    A lazy first argument is returned as a list if the filter reads the whole of it.
 
     Args:
+        name: name of the filter.
         data: positional arguments, the filtered value first.
         more: keyword arguments.
 
     Raises:
         TemplateTooLong: the cost exceeds the budget.
-        jinja2.SecurityError: an argument is out of range.
+        jinja2.SecurityError: a number or format among the arguments is too large.
     """
     check_numbers(data[1:], more)
     value: Any = data[0] if data else None
@@ -110,11 +114,15 @@ def pay_for_filter(
 
 
 def pay_for_test(budget: Budget, name: str, data: tuple[Any, ...]) -> None:
-    """Charge for a test before it runs.
+    """Charge a template's budget for a Jinja test before it runs.
+
+    Args:
+        name: name of the test.
+        data: arguments, the tested value first.
 
     Raises:
         TemplateTooLong: the cost exceeds the budget.
-        TypeError: a numeric test got a value that is not a number (for strings, `%` would format).
+        TypeError: a numeric test got a string or a list (`%` would format the string).
     """
     budget.spend(len(data))
     if name in _NUMBER_TESTS:
@@ -128,7 +136,12 @@ def pay_for_test(budget: Budget, name: str, data: tuple[Any, ...]) -> None:
 
 
 def pay_for_search(budget: Budget, values: Any) -> None:
-    """Charge for a membership test in a value."""
+    """Charge a template's budget for the search of an element in `values`: one step for a mapping,
+    otherwise the reading of all values.
+
+    Raises:
+        TemplateTooLong: the cost exceeds the budget.
+    """
     if isinstance(values, dict):
         budget.spend()
     else:
@@ -138,11 +151,21 @@ def pay_for_search(budget: Budget, values: Any) -> None:
 def pay_for_method(
     budget: Budget, name: str, text: str, data: tuple[Any, ...], more: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Charge for a string method before it runs, and return its arguments.
+    """Charge a template's budget for a string method before it runs.
+
+    Args:
+        name: name of the method.
+        text: string whose method is called.
+        data: positional arguments.
+        more: keyword arguments.
+
+    Returns:
+        The positional and the keyword arguments for the call. For `split` and `rsplit` they limit
+            the number of parts.
 
     Raises:
         TemplateTooLong: the cost exceeds the budget.
-        jinja2.SecurityError: an argument is out of range.
+        jinja2.SecurityError: a number or format among the arguments is too large.
     """
     check_numbers(data, more)
     first: Any = data[0] if data else None
@@ -182,11 +205,15 @@ def _lines(text: Any) -> int:
 
 
 def pay_for_format(budget: Budget, form: str, values: Any) -> None:
-    """Charge for filling in a format string.
+    """Charge a template's budget for inserting values into a format string.
+
+    Args:
+        form: format string, in the notation of `%` or of `str.format`.
+        values: inserted values, a mapping if they have names.
 
     Raises:
         TemplateTooLong: the cost exceeds the budget.
-        jinja2.SecurityError: a field is too wide.
+        jinja2.SecurityError: the format string is too long or has too wide a field.
     """
     check_widths(form)
     size = budget.read(values) + sum(map(int, _NUMBERS.findall(form)))
@@ -196,13 +223,19 @@ def pay_for_format(budget: Budget, form: str, values: Any) -> None:
 
 
 def check_widths(form: str) -> None:
-    """Raise SecurityError if a format string is too long, or has too wide a field."""
+    """Raise SecurityError if the format string `form` is too long or has too wide a field."""
     if len(form) > _MAX_FORMAT or _WIDE.search(form):
         raise SecurityError("a format asks for too wide a text")
 
 
 def check_numbers(data: tuple[Any, ...], more: Mapping[str, Any]) -> None:
-    """Raise SecurityError if an argument is a number above MAX_NUMBER, such as a width or count."""
+    """Raise SecurityError if an argument is an integer beyond ±MAX_NUMBER, such as a width or
+    count.
+
+    Args:
+        data: positional arguments of a filter, method or function.
+        more: keyword arguments.
+    """
     for value in (*data, *more.values()):
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
             raise SecurityError(f"numbers given to functions are {MAX_NUMBER} at most")

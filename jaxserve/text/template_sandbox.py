@@ -39,9 +39,10 @@ _OTHERS = (nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include)
 
 
 class _Metered(NodeTransformer):
-    """Transformer that routes expensive operations through filters that charge for them.
+    """Transformer of a template's syntax tree that routes expensive operations through filters.
 
-    The names of these filters contain a space, so templates cannot use them.
+    The filters charge the template's budget. Their names contain a space, so templates cannot use
+    them.
     """
 
     def visit_For(self, node: nodes.For) -> nodes.For:
@@ -111,9 +112,9 @@ def _read(node: nodes.Expr) -> nodes.Expr:
 
 
 class _Generation(Extension):
-    """Tag `{% generation %}`, which marks an assistant's text for training.
+    """Jinja extension for the tag `{% generation %}`, which marks an assistant's text for training.
 
-    It has no effect here.
+    The tag has no effect on the rendered text.
     """
 
     tags = {"generation"}  # noqa: RUF012, as Jinja declares it
@@ -123,7 +124,11 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def filter_stream(self, stream: Any) -> Any:
-        """Yield the tokens of the source, up to the limit of the sandbox."""
+        """Yield the tokens of a template's source unchanged.
+
+        Raises:
+            ValueError: there are more tokens than the sandbox allows.
+        """
         for count, token in enumerate(stream):
             if count > _TOKENS_OF_NODE * self.environment.max_nodes:  # type: ignore[attr-defined]
                 raise ValueError(_too_large(self.environment))
@@ -135,10 +140,13 @@ def _too_large(sandbox: Any) -> str:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja environment as Transformers configures it for chat templates, with a budget.
+    """Jinja environment as Transformers configures it for chat templates, with a budget per
+    rendering.
+
+    Every operation that can repeat or grow charges the budget of the rendering in its thread.
 
     Args:
-        max_nodes: maximum nodes in the syntax tree. Compiling takes up to 0.1 ms per node.
+        max_nodes: maximum nodes in a template's syntax tree. Compiling takes up to 0.1 ms per node.
     """
 
     intercepted_binops = frozenset(["*", "**", "+", "%", "-", "/", "//"])
@@ -168,12 +176,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @property
     def budget(self) -> Budget:
-        """The budget of the rendering in this thread."""
+        """Budget for the rendering in the current thread."""
         return self._now.budget
 
     @budget.setter
     def budget(self, budget: Budget | None) -> None:
-        """Budget of the rendering in this thread."""
+        """Set the budget for the rendering in the current thread, None after the rendering."""
         self._now.budget = budget
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -225,7 +233,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return values
 
     def _dict(self, *pairs: Any, **more: Any) -> dict[Any, Any]:
-        """Return a dict. The number of pairs is limited, since keys may be chosen to collide."""
+        # The number of pairs is limited, since keys may be chosen to collide.
         if pairs and not isinstance(pairs[0], Mapping):
             listed = self.budget.listed(pairs[0])
             if len(listed) > _MAX_PAIRS:
@@ -261,7 +269,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return paid
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return an element, and charge one step."""
+        """Return the element of an object that a template reads as `obj[argument]`.
+
+        The budget is charged one step, or the reading of an argument that is neither text nor
+        integer.
+        """
         if isinstance(argument, str | int):
             self.budget.spend()
         else:
@@ -269,12 +281,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return an attribute, and charge one step."""
+        """Return the attribute of an object that a template reads as `obj.attribute`, and charge
+        one step.
+        """
         self.budget.spend()
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return whether templates may read an attribute."""
+        """Return whether templates may read the attribute `attr` of an object, whose value is
+        `value`.
+
+        Attributes of strings, numbers and containers must be listed in `ATTRIBUTES`. Attributes of
+        classes, sets and iterators are refused.
+        """
         for kinds, names in template_costs.ATTRIBUTES:
             if isinstance(obj, kinds):
                 return attr in names
@@ -286,7 +305,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Return the result of a binary operator, after charging for it."""
+        """Return the result of a binary operator in a template, after charging the budget.
+
+        Raises:
+            TemplateTooLong: the cost exceeds the budget.
+            jinja2.SecurityError: an exponent or a format is too large, or an operand is a set.
+        """
         budget = self.budget
         if operator == "**":
             if not all(isinstance(n, int | float) and abs(n) <= 64 for n in (left, right)):
@@ -309,7 +333,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # Parameter names that do not collide with keywords of the called function.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a call, after charging for it."""
+        """Return the result of a function or method that a template calls, after charging the
+        budget.
+
+        Raises:
+            TemplateTooLong: the cost exceeds the budget.
+            jinja2.SecurityError: an argument is too large, or the template may not make the call.
+        """
         budget = __self.budget
         # Jinja passes variables of the surrounding loop or block along with calls.
         around = {name: kwargs.pop(name) for name in _AROUND if name in kwargs}
@@ -341,7 +371,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        """Return JSON as Transformers' `tojson` writes it, without HTML escapes."""
+        """Return a value as JSON text, as Transformers' filter `tojson` writes it: without HTML
+        escapes.
+
+        Raises:
+            jinja2.TemplateError: the value is undefined.
+        """
         if isinstance(value, Undefined):
             raise TemplateError("tojson of something undefined")
         encoder = json.JSONEncoder(
@@ -360,7 +395,10 @@ def _spent(parts: Iterator[str], budget: Budget) -> Iterator[str]:
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore: they give access to Python."""
+    """Jinja's namespace object, which refuses names that begin with an underscore.
+
+    Such names give access to Python internals.
+    """
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name
         for name in dict(*args[1:], **kwargs):

@@ -19,7 +19,7 @@ _BEFORE_START = 3
 
 @dataclass(frozen=True)
 class ThinkingMarks:
-    """Markers around the thoughts of a sequence."""
+    """Markers by which the engine recognizes the thoughts of a sequence, and forces their end."""
 
     start: str  # text that begins the thoughts
     end: str  # text that ends the thoughts
@@ -33,7 +33,9 @@ class ThinkingMarks:
 
 
 class Inner(Protocol):
-    """Constraint on the text after the thoughts, such as `text.grammars.Constraint`."""
+    """Interface of a constraint on the text after the thoughts, such as
+    `text.grammars.Constraint`.
+    """
 
     words: np.ndarray
 
@@ -43,10 +45,14 @@ class Inner(Protocol):
 
 
 class ThinkingConstraint:
-    """Constraint that allows any thoughts up to a budget, and then forces their end.
+    """Constraint of a sequence that allows any thoughts up to a token budget, and then forces their
+    end.
 
     Args:
-        budget: maximum thinking tokens, None for no limit.
+        marks: markers around the thoughts.
+        budget: maximum tokens of the thoughts, None for no limit.
+        inner: constraint on the text after the thoughts, or None.
+        vocab_size: number of the model's logits.
         ends: token ids that end a sequence, which thoughts must not contain if `inner` must follow.
         ahead: number of tokens that may be sampled before the host has seen the newest one. When
             the budget is that close to its end, each step waits for the token before it.
@@ -82,7 +88,9 @@ class ThinkingConstraint:
         self._settle()
 
     def copy(self) -> ThinkingConstraint:
-        """Return an independent constraint in the same state."""
+        """Return an independent copy of the constraint in the same state, for another
+        completion.
+        """
         copied = ThinkingConstraint.__new__(ThinkingConstraint)
         copied.__dict__.update(self.__dict__)
         copied._tail = list(self._tail)
@@ -90,10 +98,13 @@ class ThinkingConstraint:
         return copied
 
     def advance(self, token: int) -> bool:
-        """Update the state with a token of the sequence. Return whether the text is complete.
+        """Update the constraint with the next token of the sequence.
+
+        Return whether the text after the thoughts is complete, so that only an end token may
+        follow.
 
         Raises:
-            GrammarError: see `Constraint.advance`.
+            GrammarError: the constraint after the thoughts does not allow the token.
         """
         complete = False
         if self._phase == "after":
@@ -138,9 +149,9 @@ class ThinkingConstraint:
         return mark in self._marks.decode(self._tail)
 
     def _settle(self) -> None:
-        """Set `words` and `is_guided` according to the phase.
+        """Set the allowed tokens `words` and the flag `is_guided` according to the phase.
 
-        The phase "thinking" becomes "forcing" first if the budget is used up.
+        The phase "thinking" becomes "forcing" first if the budget of thinking tokens is used up.
         """
         budget = self._budget
         if self._phase == "thinking" and budget is not None and self._num_tokens >= budget:

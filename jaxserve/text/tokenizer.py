@@ -28,11 +28,13 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """Tokenizer and chat template of a checkpoint.
+    """Tokenizer of a checkpoint, with its chat templates.
 
     Args:
         directory: folder with tokenizer.json and related files.
-        content_format: form of content that chat templates expect: "string", "openai", or "auto".
+        vocab_size: number of the model's logits.
+        content_format: form of message content that chat templates expect: "string", "openai" (list
+            of parts), or "auto" to detect it.
 
     Raises:
         CheckpointError: the tokenizer is missing, unreadable, or does not match the model.
@@ -62,10 +64,16 @@ class Tokenizer:
 
     @classmethod
     def of(cls, tokenizer: Any, where: str, vocab_size: int, content_format: str = "auto") -> Self:
-        """Wrap a tokenizer of Transformers.
+        """Return a `Tokenizer` that wraps a tokenizer of the Transformers library.
+
+        Args:
+            where: name of the source in error messages.
+            vocab_size: number of the model's logits.
+            content_format: form of message content that chat templates expect, as for `Tokenizer`.
 
         Raises:
-            CheckpointError: the tokenizer does not match the model.
+            CheckpointError: the tokenizer does not match the model, or a chat template is not
+                usable.
         """
         wrapped = cls.__new__(cls)
         wrapped.calls = LibraryCalls()
@@ -93,11 +101,13 @@ class Tokenizer:
         self._templates = read_templates(tokenizer, where, self.fit)
 
     def _tokens_beyond(self, vocab: Mapping[str, int], where: str) -> dict[int, str]:
-        """Return the added tokens without logits, such as image markers beside a text model.
+        """Return the texts, by id, of the added tokens for which the model has no logits.
+
+        Such tokens are, for example, image markers beside a text model. They are logged.
 
         Raises:
-            CheckpointError: ordinary words have no logits either, so the tokenizer belongs to
-                another model.
+            CheckpointError: ordinary words or many added tokens have no logits either, so the
+                tokenizer belongs to another model.
         """
         size, added = self._vocab_size, self._added_ids
         beyond = {token: text for text, token in vocab.items() if token >= size}
@@ -129,11 +139,18 @@ class Tokenizer:
         return ids
 
     def fit(self, template: ChatTemplate, tools: Any = None, seconds: float = 1.0) -> ChatTemplate:
-        """Set and return a template's form of content, detected by test conversations.
+        """Detect the form of message content that a chat template expects, and set it in the
+        template.
+
+        Return the template, whose `text_roles` is the form.
+
+        Args:
+            tools: tools with which the test conversations are rendered, or None.
+            seconds: limit on the CPU time of each rendering.
 
         Raises:
             WordsLost: the template does not show user messages in any form.
-            TemplateTooLong: the template does not end.
+            TemplateTooLong: the template exceeded its limits.
         """
         inputs = {"tools": tools}
         template.text_roles = find_form(
@@ -144,13 +161,18 @@ class Tokenizer:
         return template
 
     def with_template(self, template: ChatTemplate) -> Self:
-        """Return a copy of this tokenizer with another chat template, with and without tools."""
+        """Return a copy of the tokenizer that uses one chat template for all conversations."""
         other = copy.copy(self)
         other._templates = {False: template, True: template}
         return other
 
     def with_content_format(self, content_format: str) -> Self:
-        """Return a copy of this tokenizer whose chat templates get content in the given form."""
+        """Return a copy of the tokenizer whose chat templates get message content in the given
+        form.
+
+        Args:
+            content_format: "string", "openai" (list of parts), or "auto" to detect the form.
+        """
         other = copy.copy(self)
         other._content_format = content_format
         templates = self._templates.items()
@@ -158,7 +180,9 @@ class Tokenizer:
         return other
 
     def has_template(self, tools: bool) -> bool:
-        """Return whether there is a chat template for conversations with (or without) tools."""
+        """Return whether there is a chat template for conversations with tools (`tools` True) or
+        without.
+        """
         return self._template(tools) is not None
 
     def _template(self, tools: bool) -> ChatTemplate | None:
@@ -166,49 +190,72 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str:
-        """Source of the chat template, of the one with tools if there are two, "" without one."""
+        """Jinja source of the chat template for conversations with tools, otherwise of the only
+        one, or "".
+        """
         template = self._templates.get(True) or self._templates.get(False)
         return template.source if template else ""
 
     @property
     def special_names(self) -> dict[str, str]:
-        """Texts of special tokens by names such as eos_token."""
+        """Texts of the tokenizer's special tokens, by names such as "eos_token"."""
         return dict(self._tokenizer.special_tokens_map)
 
     def template_reads(self, name: str) -> bool:
-        """Return whether a chat template uses the variable `name`."""
+        """Return whether any chat template of the tokenizer uses the variable `name`."""
         return any(template.reads(name) for template in self._templates.values())
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the added token with this text, or None."""
+        """Return the id of the added token whose text is `text`, or None if there is none."""
         return self._added_ids.get(text)
 
     def is_special(self, text: str) -> bool:
-        """Return whether a text is that of a special token, which decoding usually omits."""
+        """Return whether a text is that of a special token. Decoding omits special tokens by
+        default.
+        """
         return self.token_id(text) in self.special_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens that the model expects.
+        """Return the token ids of a prompt, in which the texts of added tokens are recognized.
+
+        Args:
+            add_special_tokens: True to add the special tokens that the model expects around a text.
 
         Raises:
-            InvalidRequest: the prompt is not valid text, or contains a token without logits.
+            InvalidRequest: the prompt is not valid text, contains a token without logits, or cannot
+                be encoded.
         """
         return self._within(self._encode(text, add_special_tokens), "prompt")
 
     def encode_data(self, text: str) -> list[int]:
-        """Return the token ids of a text in which added tokens are not recognized.
+        """Return the token ids of untrusted text, in which the texts of added tokens are ordinary
+        text.
 
         Raises:
-            InvalidRequest: the text is invalid, or the tokenizer cannot encode it.
+            InvalidRequest: the text is not valid, or the tokenizer cannot encode it.
         """
         return self._encode(text, None)
 
     def encode_word(self, text: str) -> list[int]:
-        """Return the token ids of a text, unchecked and without special tokens around them."""
+        """Return the token ids of a text without special tokens around it.
+
+        Tokens without logits are allowed. Added tokens are recognized.
+
+        Raises:
+            InvalidRequest: the text is not valid, or the tokenizer cannot encode it.
+        """
         return self._encode(text, False)
 
     def _encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
-        """Return token ids. With None for `add_special_tokens`, added tokens are not recognized."""
+        """Return the token ids of a text.
+
+        Args:
+            add_special_tokens: whether special tokens are added around the text. With None, the
+                texts of added tokens are ordinary text, too.
+
+        Raises:
+            InvalidRequest: the text is not valid, or the tokenizer cannot encode it.
+        """
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt must be text, got {type(text).__name__}", "prompt")
         try:
@@ -225,8 +272,11 @@ class Tokenizer:
     def decode(self, token_ids: Listing[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids.
 
+        Args:
+            skip_special_tokens: True to omit special tokens from the text.
+
         Raises:
-            InvalidRequest: the tokenizer cannot decode them.
+            InvalidRequest: the tokenizer cannot decode the ids.
         """
         try:
             return self.calls.run(self.backend.decode, list(token_ids), skip_special_tokens)
@@ -234,11 +284,14 @@ class Tokenizer:
             raise InvalidRequest(f"the tokenizer cannot decode the tokens: {error}") from None
 
     def token_strings(self, token_ids: Listing[int]) -> list[str]:
-        """Return each token in the spelling of the vocabulary."""
+        """Return each token as the vocabulary spells it, for example "Ġword"."""
         return self._tokenizer.convert_ids_to_tokens(list(token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes that a token adds to a text, which may be part of a character."""
+        """Return the UTF-8 bytes that a token adds to a text. They may be a part of a character.
+
+        The result is b"" for an id without a token.
+        """
         text = self._added_texts.get(token_id)
         if text is not None:  # runs of spaces may be added tokens
             return (text if self._is_byte_level else text.replace("\u2581", " ")).encode()
@@ -258,16 +311,21 @@ class Tokenizer:
         chat_template: ChatTemplate | None = None,
         **options: Any,
     ) -> list[int]:
-        """Return the token ids of a conversation, rendered by a chat template.
+        """Return the token ids of the prompt that a chat template makes of a conversation.
 
-        Messages and tools are untrusted: special tokens are not recognized in them.
+        The texts of added tokens in messages and tools, which are untrusted, remain ordinary text.
 
         Args:
+            messages: dicts with a role and content.
             seconds: limit on the CPU time of the template.
-            options: further template variables, such as tools.
+            chat_template: template to use in place of the tokenizer's own.
+            options: further template variables, such as `tools`, `documents` or
+                `add_generation_prompt`. With `continue_final_message`, the prompt ends after the
+                content of the last message.
 
         Raises:
-            InvalidRequest: there is no template, or it refuses the messages.
+            InvalidRequest: there is no template, it refuses the messages, or the text cannot be
+                encoded.
             TemplateTooLong: the template exceeded its limits.
         """
         if not isinstance(messages, list | tuple) or not messages:
@@ -301,7 +359,18 @@ class Tokenizer:
         options: Mapping[str, Any],
         seconds: float,
     ) -> list[str]:
-        """Return the rendered text in pieces, cut within the added tokens in untrusted data."""
+        """Return the text that a chat template makes of a conversation, in pieces.
+
+        The text is cut within each text of an added token that comes from messages or options. So
+        only tokens that the template itself writes are whole in one piece.
+
+        Args:
+            options: further template variables, and `continue_final_message`.
+            seconds: limit on the CPU time of the template.
+
+        Raises:
+            InvalidRequest: the template leaves out the last message, which is to be continued.
+        """
         # The mark is random, so input cannot contain it. The text is split at it for encoding.
         mark = f"\ue000{secrets.token_hex(8)}\ue001"
         end = f"\ue002{mark[1:-1]}"
@@ -332,10 +401,10 @@ def _not_encoded(param: str, error: TokenizerFailure) -> InvalidRequest:
 
 
 def byte_letters() -> list[str]:
-    """Return the letter that a byte-level vocabulary (GPT-2) uses for each byte.
+    """Return the 256 letters that a byte-level vocabulary (GPT-2) uses for the bytes 0 to 255.
 
-    It is the byte's Latin-1 character if that is visible, otherwise the next character from U+0100
-    on.
+    A letter is the byte's Latin-1 character if that is visible, otherwise the next character from
+    U+0100 on.
     """
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)

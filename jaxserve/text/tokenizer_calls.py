@@ -24,11 +24,14 @@ _PANIC_LINE = re.compile(rb"stack backtrace:$|note: (?:run with|Some details)| +
 
 
 class TokenizerFailure(Exception):
-    """Failure of the tokenizers library."""
+    """Error: a call of the tokenizers library failed or panicked."""
 
 
 class LibraryCalls:
-    """Wrapper for calls of the library. As a context manager it translates failures of its body."""
+    """Caller of the tokenizers library that turns its failures and panics into `TokenizerFailure`.
+
+    Calls are made by `run`, or in the body of a `with` statement.
+    """
 
     def __init__(self, may_panic: bool = False) -> None:
         # True if standard error is redirected during calls, since a panic prints a dozen lines
@@ -36,7 +39,10 @@ class LibraryCalls:
         self.may_panic = may_panic
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a function of the library that holds the GIL throughout, and return its result.
+        """Call a function of the tokenizers library, and return its result.
+
+        The function must hold the GIL throughout: if it may panic, the process's standard error is
+        redirected during the call.
 
         Raises:
             TokenizerFailure: the call failed or panicked.
@@ -70,26 +76,25 @@ class LibraryCalls:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a panic of a Rust library. Its class cannot be imported."""
+    """Return whether an error is a panic of a Rust library, by the name of its class."""
     kind = type(error)
     return (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, shortened.
-
-    The message may quote a whole text.
+    """Return the first line of an error's message, at most 300 characters, or the name of its
+    class.
     """
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0][:_MOST_CHARS]
 
 
 def _without_stderr(call: Callable[[], T]) -> T:
-    """Call a function without the output of a panic in it, and return its result.
+    """Call a function, suppress the output of a panic in it, and return the function's result.
 
     Standard error belongs to the whole process. It is redirected and restored by functions that
     keep the GIL, as the call does, within one step of a `map`, so that no other Python thread runs
-    in between. Output of other threads is written afterwards.
+    in between. Other output during the call is written afterwards.
     """
     dup2 = ctypes.PyDLL(None).dup2
     try:

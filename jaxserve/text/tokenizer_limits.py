@@ -44,10 +44,10 @@ _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 
 
 def check_tokenizer_files(directory: Path, vocab_size: int) -> bool:
-    """Check the sizes of the values in a folder's tokenizer files.
+    """Check the sizes of the tokenizer files in a folder, and of the values in them.
 
     Returns:
-        Whether tokenizer.json has rules with which a text may make the library panic.
+        Whether tokenizer.json has rules by which a text may make the tokenizers library panic.
 
     Raises:
         CheckpointError: a size exceeds its limit, or tokenizer.json is not a JSON object.
@@ -75,11 +75,11 @@ def check_tokenizer_files(directory: Path, vocab_size: int) -> bool:
 def check_listed_words(
     words: Listing[str], added: Iterable[str], num_merges: int, vocab_size: int | None
 ) -> None:
-    """Check the sizes of a vocabulary listed in a GGUF file.
+    """Check the sizes of a tokenizer's vocabulary in a GGUF file.
 
     Args:
-        added: texts whose prefixes are looked up or stored, so that the sum of squared lengths is
-            limited.
+        words: all tokens of the vocabulary.
+        added: tokens whose prefixes are stored, so that the sum of squared lengths is limited.
         vocab_size: number of the model's logits, None if unknown.
 
     Raises:
@@ -100,7 +100,9 @@ def _check_bytes(path: Path, most: int) -> None:
 
 
 def _check_config(path: Path, most: int) -> None:
-    """Check a file other than tokenizer.json. Transformers reports errors if it is not JSON."""
+    """Raise CheckpointError if a JSON file adds too many or too long tokens. Invalid JSON is
+    ignored.
+    """
     try:
         loaded = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -116,7 +118,9 @@ def _check_config(path: Path, most: int) -> None:
 
 
 def _texts_of(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the texts of tokens that a configuration adds."""
+    """Yield the texts of the tokens that the content of tokenizer_config.json or a similar file
+    adds.
+    """
     listed = config.get("added_tokens_decoder")
     values = list(listed.values()) if isinstance(listed, dict) else []
     for name, value in config.items():
@@ -131,7 +135,10 @@ def _texts_of(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_tokenizer(raw: bytes, most: int) -> bool:
-    """Check the content of a tokenizer.json. Return whether a text may make the library panic.
+    """Check a tokenizer.json. Return whether a text may make the tokenizers library panic.
+
+    Args:
+        raw: content of the file.
 
     Raises:
         CheckpointError: a size exceeds its limit. The message does not name the file.
@@ -200,7 +207,10 @@ def _check_added(tokens: Iterable[str], most: int) -> None:
 
 
 def _check_part(name: str, part: Any, steps: int = MAX_STEPS) -> None:
-    """Check the number of steps of a part, and the length of the texts in it."""
+    """Raise CheckpointError if a part of a tokenizer.json has too many steps or too long texts.
+
+    The normalizer's `precompiled_charsmap` is checked, too, and removed.
+    """
     num_steps = 0
     for value in nodes(part):
         if isinstance(value, dict):
@@ -219,7 +229,11 @@ def _check_part(name: str, part: Any, steps: int = MAX_STEPS) -> None:
 
 
 def _check_charsmap(name: str, charsmap: Any) -> None:
-    """Check the structure of SentencePiece's character table: size of the trie, the trie, UTF-8."""
+    """Raise CheckpointError if a normalizer's table of characters (base64) has an invalid
+    structure.
+
+    It consists of the size of a trie, the trie, and UTF-8 text.
+    """
     try:
         if not isinstance(charsmap, str) or len(charsmap) > _MAX_CHARSMAP_CHARS:
             raise ValueError(f"no text of at most {_MAX_CHARSMAP_CHARS} characters")
@@ -235,7 +249,7 @@ def _check_charsmap(name: str, charsmap: Any) -> None:
 
 
 def _check_template(part: Any) -> None:
-    """Check the number of tokens that a post-processor template adds around a text."""
+    """Raise CheckpointError if a post-processor adds too many or undefined tokens around a text."""
     for value in nodes(part):
         if not isinstance(value, dict) or not isinstance(value.get("special_tokens"), dict):
             continue
@@ -255,10 +269,11 @@ def _check_template(part: Any) -> None:
 
 
 def _check_model(model: dict[str, Any], merges: memoryview) -> None:
-    """Check the settings and merges of a tokenizer's model.
+    """Check the settings and merges of the model in a tokenizer.json.
 
-    With a continuing_subword_prefix, the library cuts as many bytes as the prefix has from the
-    second part of each merge. The part must have them, and the cut may not split a character.
+    With a continuing_subword_prefix, the tokenizers library cuts as many bytes as the prefix has
+    from the second part of each merge. The part must have them, and the cut may not split a
+    character.
 
     Raises:
         CheckpointError: a merge does not allow the cut, or a setting is out of its bounds.

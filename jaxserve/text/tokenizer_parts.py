@@ -20,7 +20,7 @@ _MAY_BE_EMPTY = re.compile(r"[*?|^$]|\\[bBAzZG]|\{0?,")
 
 
 class TokenizerParts(NamedTuple):
-    """Content of a tokenizer.json."""
+    """Content of a tokenizer.json. The vocabulary and the merges are unparsed JSON text."""
 
     # Normalizer, pre-tokenizer, post-processor, decoder, truncation and padding.
     small: dict[str, Any]
@@ -31,13 +31,13 @@ class TokenizerParts(NamedTuple):
 
 
 def read_parts(raw: bytes) -> TokenizerParts:
-    """Return the parts of a tokenizer.json.
+    """Return the parts of the content of a tokenizer.json.
 
-    Vocabulary and merges are most of the file. Parsing them would take half as long as loading the
-    tokenizer, so they stay JSON text.
+    Vocabulary and merges, most of the file, stay JSON text: parsing them would take half as long as
+    loading the tokenizer.
 
     Raises:
-        ValueError, TypeError, RecursionError: the file has another structure.
+        ValueError, TypeError, RecursionError: the content is not JSON, or has another structure.
     """
     try:
         import msgspec
@@ -78,10 +78,10 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def num_strings(source: memoryview, most: int) -> int:
-    """Return the number of strings in JSON text, counting at most slightly beyond `most`.
+    """Return about how many strings JSON text contains, counting at most slightly beyond `most`.
 
-    If there are few, quotation marks within strings also count, since exact counting takes as long
-    as parsing.
+    A result up to `most` may be inexact: text too short for more strings counts as 0, and quotation
+    marks within strings also count, since exact counting takes as long as parsing.
     """
     if len(source) // 3 <= most:  # each takes at least two quotes and a comma
         return 0
@@ -111,9 +111,12 @@ def may_panic(rule: Any) -> bool:
 
 
 def growth(part: Any) -> float:
-    """Return the factor by which the rules of a normalizer or decoder may lengthen a text.
+    """Return the largest factor by which a normalizer or decoder may lengthen a text, 1.0 or more.
 
     Unicode normalization forms are ignored: Unicode bounds their growth per character.
+
+    Args:
+        part: normalizer or decoder as in tokenizer.json, or None.
     """
     factor = 1.0
     for value in nodes(part):

@@ -52,7 +52,7 @@ def _read_4_bits(packed: PackedTensor) -> HostMatrix:
 def _absmax(
     packed: PackedTensor, state_name: str, state: Mapping[str, Any], blocks: int
 ) -> np.ndarray:
-    """Read the largest magnitude of each quantization block: float32 [blocks]."""
+    """Return the largest magnitude in each block of a 4-bit bitsandbytes matrix, as float32."""
     if ".weight.nested_absmax" not in packed.entries:
         return packed.scales(".weight.absmax", (blocks,)).astype(np.float32)
     each = _block(packed, state_name, state, "nested_blocksize")

@@ -58,9 +58,9 @@ def codes_of(rows: HostMatrix) -> HostMatrix:
 
 
 def described_codes(name: str, shape: tuple[int, int]) -> HostMatrix:
-    """Return a description of the codes that `codes_of` returns of blocks of GGUF format `name`.
+    """Return the description of a GGUF matrix after `codes_of`: codes with shapes for arrays.
 
-    shape: numbers of inputs and of outputs.
+    `name` is the GGUF format, and `shape` the numbers of inputs and of outputs.
     """
     format_ = FORMATS[name]
     form, minima = "int4" if _is_int4(format_) else "int8", FLOAT16 if format_.has_minimum else None

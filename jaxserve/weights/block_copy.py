@@ -49,7 +49,7 @@ class _Cast:
 def copy_checked(
     target: np.ndarray, source: np.ndarray, scratch: np.ndarray, check_finite: bool
 ) -> bool:
-    """Copy `source` to `target`, cast to the target's dtype.
+    """Copy `source` to `target`, cast to the target's dtype, and check for NaN and infinity.
 
     Args:
         target: array of any strides.
@@ -58,7 +58,8 @@ def copy_checked(
         check_finite: check for NaN and infinity, including overflows of the cast.
 
     Returns:
-        Whether the values passed the check. A failed check ends the copy early.
+        Whether the values passed the check, True without a check. A failed check ends the copy
+        early.
     """
     if not target.size:
         return True
@@ -84,7 +85,7 @@ def copy_checked(
 
 
 def _merged(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return views of both arrays in which axes that are contiguous in both are merged."""
+    """Return views of both arrays, of fewer axes: axes that are contiguous in both are merged."""
     axes: list[tuple[int, int, int]] = []
     for size, to, origin in zip(target.shape, target.strides, source.strides, strict=True):
         if size == 1:
@@ -110,9 +111,14 @@ def _copy_chunks(target: np.ndarray, source: np.ndarray, cast: _Cast) -> bool:
 def _copy_tiles(
     target: np.ndarray, source: np.ndarray, inner: int, scratch: np.ndarray, cast: _Cast
 ) -> bool:
-    """Transpose and cast tile by tile; return whether the checked values are finite.
+    """Transpose and cast `source` into `target` tile by tile.
 
-    inner: the axis with the smallest stride in the source, which is not the target's last axis.
+    Return False if the cast checks its values and one is not finite.
+
+    Args:
+        inner: the axis with the smallest stride in the source, which is not the target's last axis.
+        scratch: buffer for one padded tile, in the target's dtype.
+        cast: the conversion.
     """
     last = target.ndim - 1
     order = (*(axis for axis in range(last) if axis != inner), inner, last)

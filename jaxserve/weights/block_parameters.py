@@ -43,9 +43,10 @@ def block_parts(
     parameters: Parameters,
     on_cpu: bool,
 ) -> dict[str, list[WeightName]]:
-    """Return the parameters that can stay quantized in file blocks, as path to tensor names.
+    """Return the tensors of each parameter that can stay in its file's blocks, by parameter path.
 
-    On CPU, this includes the embedding. On a GPU, only the matrices of the layers stay quantized.
+    All tensors of the parameter must be in formats that the kernels read. On CPU, the embedding may
+    stay in blocks too. On a GPU, only matrices of the layers stay quantized.
     """
     parts_by_path: dict[str, list[WeightName]] = {}
     for path, parts in by_path(table).items():
@@ -61,7 +62,7 @@ def block_parts(
 
 @dataclass(frozen=True)
 class BlockMatrices:
-    """Parameters that stay quantized: in a file's blocks on CPU, in codes with scales on a GPU.
+    """Reader of parameters that stay quantized: GGUF blocks on CPU, codes with scales on a GPU.
 
     Attributes:
         entries: the tensors by name.
@@ -78,7 +79,7 @@ class BlockMatrices:
     def parameter(
         self, parts: Sequence[WeightName], parameter: nnx.Param[Any]
     ) -> PlacedWeight | SplitWeight:
-        """Return one parameter in NumPy arrays, or its shapes.
+        """Read one parameter into NumPy arrays, or return its shapes if `is_read` is false.
 
         Of the matrices of experts only a few are held besides the result.
 
@@ -110,7 +111,10 @@ class BlockMatrices:
     def _experts(
         self, parts: Sequence[WeightName], shape: tuple[int, ...]
     ) -> Callable[[int], HostMatrix]:
-        """Return a function that returns the matrix of an expert; `shape` is [E, in, out...]."""
+        """Return a function that reads the matrix of one expert, given the expert's index.
+
+        `shape` is the shape of the parameter, [E, inputs, outputs...].
+        """
         first = self.entries[parts[0].name]
         if not self.is_read:
             return lambda _: self._described(first, shape[1], prod(shape[2:]))
@@ -140,11 +144,11 @@ def read_blocks(
     parameters: Parameters,
     leave_host: bool,
 ) -> Iterator[tuple[str, PlacedWeight | SplitWeight]]:
-    """Read parameters that stay quantized, and yield the path and the value of each in order.
+    """Read parameters that stay quantized, and yield (path, value) of each in the order of `parts`.
 
     Args:
         matrices: reader of the tensors.
-        parts: result of `block_parts`.
+        parts: the tensors of each parameter, by path (see `block_parts`).
         parameters: the parameters of the model by path.
         leave_host: the caller copies each parameter to a device while only the next one is read.
 
@@ -177,7 +181,7 @@ def _ahead(
 
 
 def _form_that_stays(entry: TensorEntry, on_cpu: bool) -> str | None:
-    """Return the block format of a tensor if it can stay in blocks, otherwise None.
+    """Return the block format of a tensor that can stay quantized in blocks, None for others.
 
     On a GPU, MXFP4 tensors of Hugging Face checkpoints are widened instead, because float16 would
     round some of their scales.

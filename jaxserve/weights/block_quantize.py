@@ -49,11 +49,16 @@ def quantize_rows(weight: np.ndarray, form: str) -> tuple[HostMatrix, float]:
 
 
 def block_forms(path: str, inputs: int, layers: int) -> tuple[str, ...]:
-    """Return the candidate formats of a matrix for "int4"; see `best_rows`.
+    """Return the candidate GGUF formats to which "int4" quantizes a parameter on CPU.
 
     The choice follows llama.cpp's Q4_K_M. The embedding gets 8 bits. Rows that are not a multiple
     of 256, which occur only in small models, may get 5 bits. The down projections of about half of
     the layers may get 6 bits: the first and last eighth, and every third layer between them.
+
+    Args:
+        path: path of the parameter.
+        inputs: length of its rows.
+        layers: number of layers of the model.
     """
     name, _, kind = path.rpartition(".")
     if name == "embedding":
@@ -67,22 +72,23 @@ def block_forms(path: str, inputs: int, layers: int) -> tuple[str, ...]:
 
 
 def grouped_form(inputs: int) -> str:
-    """Return the block format to which "int4" quantizes a matrix that becomes codes of 4 or 8 bits.
+    """Return the block format by which "int4" quantizes a matrix to codes, as on a GPU.
 
-    Short rows get 8 bits, because small models lose too much accuracy with 4.
+    Rows of up to 1,024 inputs get 8 bits, because small models lose too much accuracy with 4.
     """
     return "Q8_0" if inputs <= SHORT_ROW else "Q4_1"
 
 
 def best_rows(weight: np.ndarray, forms: tuple[str, ...]) -> HostMatrix:
-    """Quantize float32[O, I] to each format, and return the blocks with the smallest error."""
+    """Quantize float32[O, I] to each block format in `forms`, and return the most exact matrix."""
     return min((quantize_rows(weight, form) for form in forms), key=lambda result: result[1])[0]
 
 
 def _quantized(rows: np.ndarray, format_: BlockFormat) -> tuple[np.ndarray, float]:
-    """Quantize float32[O, I] to blocks uint8 [O, blocks, bytes]; return them with their error.
+    """Quantize float32[O, I] to blocks of a format, uint8 [O, blocks, bytes per block].
 
-    Values beyond the range of float16 are clipped.
+    Return the blocks and the sum of the squared errors. Values beyond the range of float16 are
+    clipped.
     """
     most = np.float32(np.finfo(np.float16).max)
     rows = np.clip(rows, -most, most)
@@ -130,7 +136,11 @@ def _bounds(format_: BlockFormat) -> tuple[int, int]:
 
 
 def _with_minimum(runs: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Find scales and minima [...] for runs [..., values] with codes from 0 to `most`."""
+    """Search quantization scales and minima for runs [..., values]. Return both, [...] each.
+
+    A value is about minimum + scale * code, with codes from 0 to `most`. The pair with the smallest
+    squared error among a few candidates is chosen.
+    """
     low, high, mean = runs.min(-1), runs.max(-1), runs.mean(-1)
     centered = runs - mean[..., None]
     spread = np.square(centered).sum(-1)
@@ -164,9 +174,10 @@ def _codes(runs: np.ndarray, start: np.ndarray, step: np.ndarray, most: int) -> 
 
 
 def _symmetric(runs: np.ndarray, format_: BlockFormat) -> np.ndarray:
-    """Find scales [...] for runs [..., values] without a minimum.
+    """Search quantization scales for runs [..., values] without a minimum. Return them, [...].
 
-    The value of largest magnitude gets the code furthest from 0.
+    The scale with the smallest squared error among a few candidates is chosen. The value of largest
+    magnitude gets the code furthest from 0.
     """
     least, most = _bounds(format_)
     index = np.abs(runs).argmax(-1)[..., None]

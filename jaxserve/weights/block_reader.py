@@ -43,7 +43,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 @dataclass(frozen=True)
 class _Job:
-    """A row block to read.
+    """A row block of a tensor to read into a parameter.
 
     Attributes:
         parameter: the whole parameter, or its panels.
@@ -79,11 +79,13 @@ def read_parameters(
     """Yield the path and the values (or panels) of each parameter as soon as it is read.
 
     Each stream holds its current parameter in host memory. With `leave_host`, there are so few
-    streams (at least one) that these parameters and a float32 copy of each fit in the memory of
-    the largest shard.
+    streams (at least one) that these parameters and a float32 copy of each fit in the memory of the
+    largest shard.
 
     Args:
         table: the tensor of each part of each parameter.
+        entries: the tensors of the checkpoint by name.
+        dims: sizes of the dimensions that the table names.
         shapes: shapes and dtypes of the parameters, by path.
         report: called after each tensor, or part of one, with the bytes read since its last call.
         plans: plans of the parameters that are read into panels, by path.
@@ -137,6 +139,7 @@ def reading_ahead(
 
     Args:
         table: the tensor of each part of each parameter.
+        entries: the tensors of the checkpoint by name.
         meanwhile: function to run on another thread. The context exits after it has returned, and
             raises its exceptions.
     """
@@ -195,7 +198,10 @@ def _few_streams(entries: Mapping[str, TensorEntry], shapes: Shapes) -> int:
 def _stretches(
     groups: Sequence[list[WeightName]], entries: Mapping[str, TensorEntry], count: int
 ) -> list[list[list[WeightName]]]:
-    """Divide the groups, in their order, into `count` lists of about equal bytes."""
+    """Divide the parameters, in their order, into `count` lists of about equal bytes.
+
+    Each parameter is the list of its tensors, in `groups` and in the result.
+    """
     sizes = [sum(entries[part.name].num_bytes for part in parts) for parts in groups]
     total, before = max(1, sum(sizes)), 0
     streams: list[list[list[WeightName]]] = [[] for _ in range(count)]
@@ -227,7 +233,10 @@ def _jobs(
     plans: Mapping[str, PanelPlan],
     file: SharedFile,
 ) -> Iterator[_Job]:
-    """Yield the row blocks of a stream in order, and allocate each parameter at its first one."""
+    """Yield a job for each row block of a stream, and allocate each parameter at its first one.
+
+    `groups` are the tensors of each parameter, and `file` is the reader of the stream.
+    """
     for parts in groups:
         path = parts[0].path
         plan = plans.get(path)

@@ -18,7 +18,7 @@ BYTES = np.dtype(np.uint8)
 
 
 class Memory(local):
-    """Reusable buffers of one thread, for reading and casting.
+    """Reusable buffers of one thread, for reading and casting row blocks.
 
     New memory for each row block would cost more time than reading it, because the kernel clears
     every page.
@@ -51,13 +51,16 @@ class Strided:
         return self.target.dtype
 
     def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
-        """Write the rows. Return False if `check_finite` and a value is not finite."""
+        """Write rows of the tensor to the parameter, cast to its dtype.
+
+        Return False if `check_finite` and a value is not finite, otherwise True.
+        """
         return copy_checked(self.target, self.block.arrange(rows), memory.scratch, check_finite)
 
 
 @dataclass(frozen=True)
 class InPanels:
-    """Destination of rows in panels.
+    """Destination of rows of a tensor, which are outputs, in panels of the parameter.
 
     Attributes:
         rows: first row, and one past the last.
@@ -72,7 +75,10 @@ class InPanels:
     column: int | None = None
 
     def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
-        """Write the rows. Return False if `check_finite` and a value is not finite."""
+        """Write rows of the tensor to the panels, cast to their dtype.
+
+        Return False if `check_finite` and a value is not finite, otherwise True.
+        """
         rows = _castable(rows, self.dtype, memory)
         if self.column is not None:
             rows = rows.astype(self.dtype, copy=False)
@@ -94,7 +100,10 @@ class TransposedPanels:
         return self.block.rows
 
     def fill(self, rows: np.ndarray, memory: Memory, check_finite: bool) -> bool:
-        """Write the rows. Return False if `check_finite` and a value is not finite."""
+        """Write the matrix of one expert to its panels, cast to their dtype.
+
+        Return False if `check_finite` and a value is not finite, otherwise True.
+        """
         rows = _castable(rows, self.dtype, memory)
         (matrix,) = self.block.arrange(rows)
         inputs = _inputs_first(matrix)

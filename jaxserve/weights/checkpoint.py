@@ -38,14 +38,14 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if a file has changed since its header was read."""
+        """Raise CheckpointError if a file of the checkpoint changed after its header was read."""
         shards: set[Shard] = {entry.shard for entry in self.tensors.values()}
         for shard in shards:
             check_unchanged(shard)
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Find a checkpoint's files and read their headers.
+    """Return the tensors of a checkpoint's folder, as the headers of its files describe them.
 
     If there is an index, it determines the file of each tensor. Other tensors and files are
     ignored.
@@ -78,7 +78,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 def check_text_files(directory: Path) -> None:
-    """Check that configuration and tokenizer files are regular files inside the folder.
+    """Check that a checkpoint's configuration and tokenizer files are regular files in its folder.
 
     Raises:
         CheckpointError: a file with such a name is a link out of the folder, a broken link, a pipe,
@@ -133,7 +133,12 @@ def _check_inside(directory: Path, path: Path) -> None:
 def _by_index(
     index: Path, weight_map: Mapping[str, str], entries: Iterable[TensorEntry]
 ) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Return the tensors that the index lists, by name, and descriptions of all other tensors.
+    """Return the tensors that a checkpoint's index lists, by name, and names of all other tensors.
+
+    Args:
+        index: path of the index, for errors.
+        weight_map: the file of each tensor, from the index.
+        entries: all tensors of the files.
 
     Raises:
         CheckpointError: a file lacks a tensor that the index lists there.
@@ -168,7 +173,7 @@ def _what_instead(directory: Path) -> str:
 
 
 def listed(items: Iterable[str]) -> str:
-    """Join the first items for an error message, and append the number of omitted ones."""
+    """Join the first 20 items for an error message, and append the number of omitted items."""
     items = list(items)
     more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
     return ", ".join(item[:200] for item in items[:MAX_LISTED]) + more

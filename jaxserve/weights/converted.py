@@ -56,7 +56,7 @@ class _Parameter:
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """Contents of a converted folder: the description in its card, and its files.
+    """Contents of a folder that `jaxserve convert` wrote: the fields of its card, and its files.
 
     Attributes:
         dtype: dtype of the unquantized parameters.
@@ -97,8 +97,9 @@ def write_converted(
     After an error, the temporary folder is removed.
 
     Args:
-        values: arrays by path, on any devices. The dict is emptied, so that memory never holds
-            them twice.
+        values: arrays by path, on any devices. The dict is emptied, so that memory never holds them
+            twice.
+        config: configuration of the model.
         directory: folder to create; it must not exist.
         extra: function that writes configuration and tokenizer into a folder.
         dtype: dtype of the parameters that are not quantized.
@@ -144,7 +145,7 @@ def write_converted(
 
 
 def open_converted(directory: Path) -> ConvertedModel:
-    """Read the card of a converted folder, and check that the folder has exactly its files.
+    """Return the contents of a converted folder's card, which must list exactly its files.
 
     Raises:
         CheckpointError: the folder is incomplete or has other files, or the card is malformed.
@@ -194,6 +195,7 @@ def load_converted(
     """Load the model of a converted folder, with every parameter placed and verified.
 
     Args:
+        converted: the folder, from `open_converted`.
         config: configuration that the parameters must match.
         sharding_of: returns the sharding of an array, given its path and shape. By default, all
             arrays are placed on JAX's default device.
@@ -241,9 +243,9 @@ def restored(converted: ConvertedModel, use: Callable[[Any], Any]) -> Any:
 
 
 def with_scales(model: Decoder, values: dict[str, Any], kv_scales: bool) -> Decoder:
-    """Return the model filled with `values`, with the scales of its cache only if `kv_scales`.
+    """Return the abstract model filled with the arrays of `values`, by path.
 
-    The scales are removed from `values`.
+    Cache scales are removed from `values`, and set in the model only if `kv_scales`.
     """
     scales = {path: values.pop(path) for path in list(values) if path in scales_of(model)}
     model = filled(model, values)
@@ -254,7 +256,7 @@ def with_scales(model: Decoder, values: dict[str, Any], kv_scales: bool) -> Deco
 
 
 def expected_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
-    """Return the parameters that the folder must hold, by path, with shapes in place of arrays.
+    """Return the parameters that a converted folder must hold, by path, with shapes for arrays.
 
     Raises:
         CheckpointError: the card lists other arrays, shapes or dtypes.
@@ -274,9 +276,12 @@ def expected_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
 
 
 def _abstract_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
-    """Return the parameters of `model`, by path, as shapes and in the forms of the card.
+    """Return the parameters of `model`, by path, as shapes and in the forms of the folder's card.
 
     Scales of the cache are included if the card lists them.
+
+    Raises:
+        CheckpointError: a form of the card does not fit the model.
     """
     parameters = parameters_of(model)
     tree: dict[str, Any] = {
@@ -318,7 +323,12 @@ def _with_orbax(use: Callable[[Any], Any]) -> Any:
 
 
 def verify(where: Path, values: Mapping[str, Any], written: Mapping[str, _Parameter]) -> None:
-    """Compare the shapes, dtypes and digests of arrays with the descriptions in `written`.
+    """Compare the shapes, dtypes and digests of arrays with their descriptions in a folder's card.
+
+    Args:
+        where: the folder, for the error.
+        values: the arrays that were read, by name.
+        written: the descriptions by name.
 
     Raises:
         CheckpointError: arrays differ. The error names them.
@@ -341,7 +351,7 @@ def _describe(values: Mapping[str, Array]) -> dict[str, _Parameter]:
 
 
 def _files(directory: Path) -> dict[str, int]:
-    """Return the sizes of all files below a folder except its card, by relative path.
+    """Return the sizes of all files below a converted folder except its card, by relative path.
 
     Raises:
         CheckpointError: there are links, devices or other special files, or too many files.

@@ -43,7 +43,9 @@ def load_converted_parts(
     """Load the model of a converted folder on several devices, each array verified.
 
     Args:
+        converted: the folder, from `open_converted`.
         config: configuration that the parameters must match, with its split over the mesh.
+        mesh: the devices.
         panels: lay out matrices for our CPU kernels.
         kv_scales: use the folder's scales for an fp8 cache, if it has them.
 
@@ -68,10 +70,15 @@ def load_converted_parts(
 
 
 def whole(converted: ConvertedModel, path: str, form: Any) -> Any:
-    """Read one parameter onto the host, verify its digests, and return it as NumPy arrays.
+    """Read one parameter of a converted folder into NumPy arrays, and verify their digests.
 
     Args:
+        converted: the folder.
+        path: path of the parameter.
         form: the parameter with shapes in place of arrays.
+
+    Raises:
+        CheckpointError: an array differs from its digest.
     """
     orbax: Any = importlib.import_module("orbax.checkpoint")
     expected = named_arrays({path: form})

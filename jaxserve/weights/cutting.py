@@ -62,7 +62,7 @@ def _cuts_inputs(axes: Any, part: Part) -> bool:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The part of a matrix, or of all experts' matrices, on one device.
+    """The inputs, outputs and experts of a weight that one device has.
 
     Attributes:
         inputs: consecutive indices of inputs.
@@ -93,7 +93,11 @@ def _chosen(axes: Any, part: Part) -> _Chosen:
 
 
 def _cut_matrix(weight: PlacedWeight, chosen: _Chosen, path: str) -> PlacedWeight:
-    """Return the part of a matrix of codes or of GGUF blocks, or of the matrices of all experts."""
+    """Return one device's part of a matrix of codes or GGUF blocks, or of all experts' matrices.
+
+    Raises:
+        UnsupportedModel: see `cut`.
+    """
     if weight.layout == "block_panels":
         return _cut_blocks(weight, chosen, path)
     if weight.order is not None and len(chosen.inputs) < weight.inputs:
@@ -135,10 +139,15 @@ def _cut_matrix(weight: PlacedWeight, chosen: _Chosen, path: str) -> PlacedWeigh
 
 
 def check_border(path: str, inputs: int, group: int) -> None:
-    """Check that `inputs`, the number of inputs of each device, is a multiple of `group`.
+    """Check that `inputs`, the number of inputs of each device, is a multiple of the group size.
+
+    Args:
+        path: path of the parameter.
+        inputs: number of inputs.
+        group: number of inputs that share a scale.
 
     Raises:
-        UnsupportedModel: it is not. The error names the parameter and both sizes.
+        UnsupportedModel: it is not a multiple. The error names the parameter and both sizes.
     """
     if inputs % group:
         raise UnsupportedModel(
@@ -155,11 +164,12 @@ def _split_pieces(
     Args:
         weight: the whole projection.
         contract: number of its dimensions in front that are inputs.
-        part: indices of its dimensions.
+        part: the device's shard of the projection.
 
-    Returns:
-        For each matrix: the matrix, int64 numbers of its outputs in the order of the piece, and
-        start and size along each output dimension of the piece.
+    Yields:
+        (matrix, outputs, place): a matrix of `weight`, the indices of the device's outputs within
+        this matrix, in the shard's order, and their (start, size) along each output dimension of
+        the shard.
     """
     piece_numbers = np.full(part.shape[contract:], -1, np.int64).reshape(-1)
     outputs = part.outputs(contract)
@@ -176,7 +186,10 @@ def _split_pieces(
 
 
 def _cut_parts(weight: SplitWeight, contract: int, part: Part, path: str) -> SplitWeight:
-    """Cut each matrix of a fused projection. Matrices without outputs on the device are omitted."""
+    """Return one device's part of a fused projection, with each of its matrices cut separately.
+
+    Matrices without outputs on the device are omitted.
+    """
     weights, places, inputs = [], [], part.inputs(contract)
     for matrix, outputs, place in _split_pieces(weight, contract, part):
         weights.append(_cut_matrix(matrix, _Chosen(inputs, outputs, (len(outputs),)), path))
@@ -210,9 +223,16 @@ def _rows_taken(
     outputs: np.ndarray,
     path: str,
 ) -> np.ndarray:
-    """Return the blocks of some inputs and outputs from panels, uint8 [outputs, blocks, bytes].
+    """Return the GGUF blocks of some inputs and outputs, uint8 [outputs, blocks, bytes per block].
 
     Outputs beyond the panels are zeros.
+
+    Args:
+        panels: the panels of the matrix.
+        form: name of the block format.
+        inputs: consecutive indices of inputs, whole blocks.
+        outputs: indices of outputs.
+        path: path of the parameter, for errors.
     """
     size = FORMATS[form].size
     first, last = int(inputs[0]), int(inputs[-1]) + 1

@@ -24,7 +24,7 @@ THREADS = 4
 
 
 def contracted(parameter: nnx.Param[Any]) -> int | None:
-    """Return how many dimensions of a parameter are inputs, or None if it is never quantized."""
+    """Return the number of input dimensions of a projection, or None for other parameters."""
     return PROJECTIONS.get(parameter.get_metadata()["axes"])
 
 
@@ -36,7 +36,7 @@ def holds_experts(parameter: nnx.Param[Any]) -> bool:
 def fused_parameter(
     parts: Sequence[Part], parameter: nnx.Param[Any], dims: Mapping[str, int]
 ) -> PlacedWeight | SplitWeight | None:
-    """Fuse the parts of a parameter, which is a projection or holds experts.
+    """Fuse quantized matrices of a checkpoint into a parameter, which is a projection or experts.
 
     Returns:
         NumPy arrays, or shapes if `parts` are descriptions; None if the parameter has to be
@@ -57,7 +57,7 @@ def fused(
     dims: Mapping[str, int],
     dtype: str = "",
 ) -> PlacedWeight | SplitWeight:
-    """Fuse parts into one parameter.
+    """Fuse the matrices of several tensors into one parameter.
 
     Args:
         parts: the matrix of each tensor.
@@ -84,7 +84,7 @@ def fused(
 def joined(
     parts: Sequence[Part], outputs: tuple[int, ...], contract: int, dims: Mapping[str, int]
 ) -> HostMatrix:
-    """Join parts of equal form and input order into one matrix with outputs in model order."""
+    """Join matrices of equal form and input order to one, with outputs in the model's order."""
     pieces = [_arranged(part, matrix, contract, dims) for part, matrix in parts]
     if any(piece.zeros is not None for piece in pieces):
         pieces = [piece.with_zeros() for piece in pieces]
@@ -113,7 +113,16 @@ def joined(
 def _joined_rows(
     pieces: Sequence[HostMatrix], indices: Sequence[Any], outputs: tuple[int, ...], contract: int
 ) -> Any:
-    """Join blocks with outputs as rows. One piece with all outputs in order is not copied."""
+    """Return the blocks of several matrices in one array, uint8 [outputs, blocks, bytes per block].
+
+    A single matrix with all outputs in order is not copied.
+
+    Args:
+        pieces: the matrices, in GGUF blocks.
+        indices: the part of the parameter that each matrix fills.
+        outputs: shape of the parameter's outputs.
+        contract: number of the parameter's input dimensions.
+    """
     arrays: list[Any] = [piece.values for piece in pieces]
     shape, numbers = (prod(outputs), *arrays[0].shape[1:]), np.arange(prod(outputs))
     if is_shape(arrays[0]):
@@ -130,7 +139,7 @@ def _joined_rows(
 def dequantized(
     parts: Sequence[Part], shape: tuple[int, ...], dtype: np.dtype, dims: Mapping[str, int]
 ) -> np.ndarray:
-    """Dequantize the parts of a parameter into one array of `shape` and `dtype`."""
+    """Dequantize the matrices `parts` of a parameter into one array of `shape` and `dtype`."""
     parameter = np.empty(shape, dtype)
     for part, matrix in parts:
         parameter[part.index] = part.arrange(matrix.dequantized().T, dims)
@@ -157,13 +166,16 @@ def place_of(part: WeightName, outputs: tuple[int, ...]) -> tuple[tuple[int, int
 
 
 def by_path(table: Iterable[WeightName]) -> dict[str, list[WeightName]]:
-    """Return the tensors of each parameter, by its path, in the order of paths."""
+    """Return the tensors of each parameter, by the parameter's path, with the paths sorted."""
     ordered = sorted(table, key=lambda part: part.path)
     return {path: list(parts) for path, parts in groupby(ordered, key=lambda part: part.path)}
 
 
 def by_expert(parts: Iterable[WeightName]) -> list[list[WeightName]]:
-    """Return the parts of each expert, in the order of experts, with their index in its matrix."""
+    """Return, for each expert in order, the tensors (`WeightName`) of its matrix.
+
+    The `index` of each returned WeightName is that within the matrix of its expert.
+    """
 
     def expert_of(part: WeightName) -> int:
         index = part.index[0]
@@ -204,8 +216,8 @@ def fused_experts(
 def quantized_experts(values: np.ndarray, form: str) -> PlacedWeight:
     """Quantize every expert's matrix [E, I, outputs...] to "int8", "fp8" or "int4".
 
-    Each expert has its own scales. Each thread quantizes one matrix at a time. For the
-    rounding errors see `quantize`.
+    Each expert has its own scales. Each thread quantizes one matrix at a time. For the rounding
+    errors see `quantize`.
     """
     count, inputs, *outputs = values.shape
 
@@ -219,7 +231,7 @@ def quantized_experts(values: np.ndarray, form: str) -> PlacedWeight:
 def stacked(
     matrix_of: Callable[[int], HostMatrix], count: int, outputs: tuple[int, ...], dtype: str = ""
 ) -> PlacedWeight:
-    """Stack the matrices of `count` experts into one parameter.
+    """Stack the matrices of `count` experts into one parameter, or their shapes.
 
     Args:
         matrix_of: returns the matrix of an expert, all in the same form. Codes are requested on

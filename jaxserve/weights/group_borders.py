@@ -56,7 +56,10 @@ def check_groups(
 def _inputs(
     config: ModelConfig, parameters: Mapping[str, nnx.Param[Any]]
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (path, inputs, inputs on each device) of each matrix that may be quantized."""
+    """Yield (path, inputs, inputs on each device) of each parameter that may be quantized.
+
+    Inputs are counted for one matrix. Embeddings are left out.
+    """
     for path, parameter in parameters.items():
         axes, shape = parameter.get_metadata()["axes"], tuple(parameter.shape)
         if axes in EXPERTS:
@@ -75,6 +78,7 @@ def group_sizes(
     """Return the number of inputs in a quantization group, by path of the quantized parameters.
 
     Args:
+        config: configuration of the model, with its stored quantization.
         parameters: whole parameters by path.
         form: form to which parameters are quantized while they are read, or None.
         on_cpu: "int4" means GGUF blocks, as on CPU.
@@ -98,7 +102,7 @@ def group_sizes(
 def stored_groups(values: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of inputs in a group or GGUF block, by path of the quantized parameters.
 
-    values: parameters by path, with arrays or shapes.
+    `values` are parameters by path, with arrays or shapes.
     """
     quantized = {path: weights_in(value) for path, value in values.items()}
     return {

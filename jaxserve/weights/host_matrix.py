@@ -54,7 +54,7 @@ class HostMatrix:
         zeros: Any = None,
         order: np.ndarray | None = None,
     ) -> HostMatrix:
-        """Return the description of a matrix.
+        """Return a HostMatrix with shapes in place of arrays.
 
         Args:
             form: form of the codes, name of a block format, or `FULL`.
@@ -82,18 +82,18 @@ class HostMatrix:
 
     @property
     def is_blocks(self) -> bool:
-        """Whether `values` are GGUF blocks, with outputs as rows."""
+        """Whether the matrix is stored as GGUF blocks, with outputs as rows of `values`."""
         return self.form in FORMATS
 
     @property
     def inputs(self) -> int:
-        """Number of inputs."""
+        """Number of inputs of the matrix."""
         blocks = self.is_blocks
         return self.values.shape[1] * FORMATS[self.form].size if blocks else self.values.shape[0]
 
     @property
     def has_minima(self) -> bool:
-        """Whether `zeros` are minima, not zero points."""
+        """Whether `zeros` of the codes are minima instead of zero points."""
         return self.zeros is not None and self.zeros.dtype != np.uint8
 
     @property
@@ -102,7 +102,11 @@ class HostMatrix:
         return self.form, self.group, scales, self.has_minima
 
     def joins(self, other: HostMatrix) -> bool:
-        """Return whether two matrices of the same inputs can be one matrix."""
+        """Return whether this matrix and another one of the same inputs can be one matrix.
+
+        They must have the same form, group size, order of inputs, dtype of scales, and kind of
+        `zeros`.
+        """
         if self._shared != other._shared:
             return False
         if self.order is None or other.order is None:
@@ -110,7 +114,7 @@ class HostMatrix:
         return np.array_equal(self.order, other.order)
 
     def with_outputs(self, outputs: np.ndarray) -> HostMatrix:
-        """Return the matrix with only the outputs of these indices, in their order."""
+        """Return the matrix with only the outputs of the given indices, in the order given."""
         axis = 0 if self.is_blocks else 1
         if np.array_equal(outputs, np.arange(self.values.shape[axis])):
             return self  # a copy of an embedding table would be large
@@ -128,7 +132,7 @@ class HostMatrix:
         return replace(self, values=values, scales=scales, zeros=zeros)
 
     def with_zeros(self) -> HostMatrix:
-        """Return the codes with zero points of 8, or unchanged if they have `zeros`."""
+        """Return the matrix with zero points of 8 if it has codes and no `zeros`, else itself."""
         if self.zeros is not None or self.scales is None:
             return self
         shape: Any = self.scales.shape
@@ -136,7 +140,7 @@ class HostMatrix:
         return replace(self, zeros=zeros)
 
     def dequantized(self) -> np.ndarray:
-        """Return codes or numbers as float32[I, O], with inputs in order."""
+        """Return the weights of a matrix of codes or numbers, float32[I, O], inputs in order."""
         if self.scales is None:
             assert self.form == FULL
             return self.values
@@ -158,7 +162,7 @@ class HostMatrix:
         return out
 
     def as_weight(self, outputs: tuple[int, ...], dtype: str = "") -> PlacedWeight:
-        """Lay the matrix out: codes input-major, blocks in panels, in NumPy arrays.
+        """Return the matrix as a PlacedWeight in NumPy: codes input-major, or blocks in panels.
 
         Args:
             outputs: shape of the outputs in the model.
@@ -173,7 +177,7 @@ class HostMatrix:
         return PlacedWeight(self._packed(), scales, zeros, order, self.form, self.inputs, outputs)
 
     def _packed(self) -> Any:
-        """Return the codes padded to whole groups. int4 has two codes a byte."""
+        """Return the codes [I, O] padded to whole groups. int4 packs two inputs in a byte."""
         assert self.scales is not None
         values: Any = self.values
         groups, (inputs, outputs) = self.scales.shape[0], values.shape

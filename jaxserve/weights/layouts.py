@@ -34,12 +34,12 @@ PLACED = PlacedWeight | SplitWeight | TokenRounded
 
 
 def is_shape(array: Any) -> bool:
-    """Return whether `array` describes an array."""
+    """Return whether `array` is a `ShapeDtypeStruct`, which describes an array without values."""
     return isinstance(array, jax.ShapeDtypeStruct)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate an array with the alignment that lets JAX take it over without a copy."""
+    """Allocate an uninitialized array, aligned so that JAX can take it over without a copy."""
     size = prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -51,6 +51,10 @@ def panel_axes(names: Any, dtype: np.dtype) -> Axes | None:
 
     An embedding table is put in panels only if its dtype has 16 bits. XLA on CPU would convert the
     whole table to float32 for a lookup in a loop, but a lookup in panels reads the bits directly.
+
+    Args:
+        names: logical axes of the parameter.
+        dtype: dtype of the parameter.
     """
     if names == ("vocab", "embed"):
         return ((1,), (0,)) if dtype.itemsize == 2 else None
@@ -63,7 +67,7 @@ def panel_axes(names: Any, dtype: np.dtype) -> Axes | None:
 
 
 def number_panels(shape: tuple[int, ...], dtype: np.dtype, axes: Axes) -> PlacedWeight:
-    """Return a parameter of numbers in panels, with the shape of the panels.
+    """Return a PlacedWeight of unquantized numbers in panels, with a shape in place of its array.
 
     Args:
         shape: shape of the parameter.
@@ -81,7 +85,7 @@ def number_panels(shape: tuple[int, ...], dtype: np.dtype, axes: Axes) -> Placed
 def block_panels(
     form: str, inputs: int, outputs: tuple[int, ...], dtype: str, leading: tuple[int, ...] = ()
 ) -> PlacedWeight:
-    """Return a matrix in GGUF blocks, or one for each expert, with the shape of its panels.
+    """Return a PlacedWeight of GGUF blocks in panels, with a shape in place of its array.
 
     Args:
         form: name of the block format.
@@ -96,9 +100,9 @@ def block_panels(
 
 
 def filled_blocks(weight: PlacedWeight, matrices: Iterable[np.ndarray]) -> PlacedWeight:
-    """Return `weight`, a result of `block_panels`, with panels of the given blocks.
+    """Return `weight`, a result of `block_panels`, with its panels filled from the given blocks.
 
-    matrices: uint8 [outputs, blocks, bytes per block], one for each expert.
+    `matrices` are uint8 [outputs, blocks, bytes per block], one for each expert, or a single one.
     """
     panels = aligned_empty(weight.values.shape, np.dtype(np.uint8))
     targets = panels.reshape(-1, *panels.shape[-3:])
@@ -134,7 +138,10 @@ def laid_out(value: Any, axes: Any) -> Any:
 
 
 def _codes_in_panels(weight: PlacedWeight) -> PlacedWeight:
-    """Lay codes out in panels, of GGUF blocks if a block format has the same numbers."""
+    """Return an input-major weight of codes in panels, of GGUF blocks if these give equal numbers.
+
+    Otherwise the panels hold codes. Weights in another layout are returned unchanged.
+    """
     if weight.layout != "input_major":
         return weight
     assert weight.scales is not None
@@ -169,9 +176,9 @@ def _panels(array: Any) -> Any:
 
 
 def output_major(value: Any) -> Any:
-    """Return a quantized parameter with a row of codes for each output, transposed on its device.
+    """Return a quantized parameter with its codes transposed to one row for each output.
 
-    Other values, and experts, are returned unchanged.
+    Parameters that are not quantized, and experts, are returned unchanged.
     """
     return with_weights(value, _transposed)
 

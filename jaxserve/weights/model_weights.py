@@ -74,7 +74,7 @@ def load_weights(
         quantization: form of the layers' matrices, "int8", "fp8" or "int4". None keeps theirs.
         kv_scales: use the checkpoint's scales for an fp8 cache, if it has them.
         check_finite: refuse NaN and infinity, including overflows of the cast.
-        on_progress: called after each tensor.
+        on_progress: called after each tensor with the bytes read and the total.
         place: places an array, by default on JAX's default device.
         panels: lay out matrices for our CPU kernels; see `models/placed_weight.py`.
         packed: keep GGUF and MXFP4 blocks that a kernel reads. Ignored with `quantization`.
@@ -114,7 +114,10 @@ def _read_blocks(
     placement: Placement,
     report: Callable[[int], None],
 ) -> Iterator[tuple[str, Any]]:
-    """Read the parameters that stay in a file's blocks, and yield each path and placed value."""
+    """Read the parameters that stay in a file's blocks, and yield each path and placed value.
+
+    `report` is called with the bytes of each parameter after it was placed.
+    """
     leave_host = placement.mesh is not None
     for path, value in read_blocks(matrices, parts, placement.parameters, leave_host):
         placed = placement.placed(path, value)
@@ -134,7 +137,7 @@ def _read_plain(
 ) -> Iterator[tuple[str, Any]]:
     """Read the parameters whose tensors are not quantized, and yield each path and placed value.
 
-    flags: the keyword arguments of `read_parameters`.
+    `flags` are the keyword arguments of `read_parameters`.
     """
     parameters = placement.parameters
     shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
@@ -202,7 +205,10 @@ def _structure(
 def _counted(
     on_progress: Progress | None, entries: Sequence[TensorEntry | PackedTensor]
 ) -> Callable[[int], None]:
-    """Return a function that sums the byte counts it gets and passes the sum to `on_progress`."""
+    """Return a function that adds up the byte counts it gets and reports them to `on_progress`.
+
+    `on_progress`, if not None, gets the sum so far and the bytes of all `entries`.
+    """
     done, total = 0, sum(entry.num_bytes for entry in entries)
 
     def report(num_bytes: int) -> None:
@@ -222,11 +228,11 @@ def random_weights(
     panels: bool = False,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """Build a model with normally distributed weights, for benchmarks. Logits have about unit size.
+    """Return a model with random weights, for benchmarks. Its logits have about unit size.
 
-    The weights of a projection have variance 1 / inputs. For projections that end in the residual
-    stream, of which there are 2 * layers, the variance is also divided by 2 * layers, so that
-    activations neither vanish nor explode. Norms are 1 and biases are 0.
+    The weights of a projection are normally distributed with variance 1 / inputs. For projections
+    that end in the residual stream, of which there are 2 * layers, the variance is also divided by
+    2 * layers, so that activations neither vanish nor explode. Norms are 1 and biases are 0.
 
     Args:
         seed: the same seed gives the same weights.
@@ -271,7 +277,7 @@ def parameters_of(model: Decoder) -> dict[str, nnx.Param[Array]]:
 
 
 def parameter_values(model: Decoder) -> dict[str, Array]:
-    """Return the arrays of a model's parameters by path."""
+    """Return the values of a model's parameters by path: arrays or quantized weights."""
     return {path: parameter[...] for path, parameter in parameters_of(model).items()}
 
 

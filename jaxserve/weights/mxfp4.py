@@ -79,9 +79,9 @@ def rows_of_pairs(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def unpacked(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return a checkpoint's tensors with each pair of blocks and scales joined into one entry.
+    """Return a checkpoint's tensors with each pair of MXFP4 blocks and scales joined to one entry.
 
-    The entry has the name of the blocks.
+    The entry, a PackedEntry, has the name of the blocks.
 
     Raises:
         CheckpointError: scales are missing, or a shape or dtype is wrong.

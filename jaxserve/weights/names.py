@@ -27,6 +27,7 @@ def renamed(checkpoint: Checkpoint, patterns: Iterable[tuple[str, str]]) -> Chec
     """Return the checkpoint with its tensors renamed to the names of the model family's table.
 
     Args:
+        checkpoint: the checkpoint with the names of its files.
         patterns: regular expressions and replacements, applied to each name in order.
 
     Raises:
@@ -48,7 +49,7 @@ def renamed(checkpoint: Checkpoint, patterns: Iterable[tuple[str, str]]) -> Chec
 def as_stored(
     table: Iterable[WeightName], checkpoint: Checkpoint, dims: Mapping[str, int]
 ) -> list[WeightName]:
-    """Return the table with each layout chosen by the shape of the checkpoint's tensor."""
+    """Return the model's table with each layout chosen by the shape of the checkpoint's tensor."""
     tensors = checkpoint.tensors
     shapes = {name: entry.shape for name, entry in tensors.items()}
     return [tensor.stored_as(shapes.get(tensor.name), dims) for tensor in table]
@@ -74,13 +75,12 @@ def has_own_output(checkpoint: Checkpoint, output: str, embedding: str) -> bool:
 def match_names(
     checkpoint: Checkpoint, config: ModelConfig, table: Iterable[WeightName]
 ) -> dict[str, TensorEntry]:
-    """Return the checkpoint's entry for every name of the table.
+    """Return the checkpoint's entry for every tensor name of the model's table.
 
     An output projection is ignored if the model ties it to the embedding, because `has_own_output`
     has shown that the two are equal. Tensors outside the model are ignored with a warning that
     names them, for example another head, or layers after the last one. Unknown tensors of a layer
-    or module of the model are an error, because without them the model would compute other
-    results.
+    or module of the model are an error, because without them the model would compute other results.
 
     Raises:
         CheckpointError: one error that lists every missing, unexpected and misshapen tensor.
@@ -116,7 +116,16 @@ def _check(
     expected: Mapping[str, tuple[int, ...]],
     unexpected: list[str],
 ) -> None:
-    """Raise one CheckpointError that lists all missing, unexpected and misshapen tensors."""
+    """Raise one CheckpointError that lists all tensors of a checkpoint that do not fit the model.
+
+    These are missing and unexpected tensors, and those of another shape or of no float dtype.
+
+    Args:
+        checkpoint: the checkpoint, for its folder.
+        present: its tensors by name.
+        expected: shapes of the model's tensors by name.
+        unexpected: names of tensors that the model lacks.
+    """
     problems = {
         "missing": sorted(expected.keys() - present.keys()),
         "unexpected": unexpected,

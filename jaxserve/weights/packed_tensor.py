@@ -27,8 +27,8 @@ class MatrixFormat:
         parts: name suffixes of the other tensors.
         unused: name suffixes of tensors with the calibration of activations, which are ignored.
         read: function that reads the matrix.
-        describe: function that returns a description of the result of `read`, without reading
-            codes and scales.
+        describe: function that returns a description of the result of `read`, without reading codes
+            and scales.
     """
 
     codes: str
@@ -39,7 +39,7 @@ class MatrixFormat:
     describe: Callable[[PackedTensor], HostMatrix]
 
     def holds(self, stem: str, tensors: Mapping[str, TensorEntry]) -> bool:
-        """Return whether `tensors` has the matrix `stem` in this format.
+        """Return whether `tensors` has the matrix called `stem` in this quantized format.
 
         If the codes are called `X.weight`, their dtype tells them from a matrix that is not
         quantized.
@@ -64,12 +64,12 @@ class PackedTensor:
 
     @property
     def group(self) -> int:
-        """Number of inputs that share a scale."""
+        """Number of inputs of the matrix that share a scale."""
         return min(self.stored.group or self.shape[1], self.shape[1])
 
     @property
     def groups(self) -> int:
-        """Number of scales for each output."""
+        """Number of scales for each output of the matrix."""
         return -(-self.shape[1] // self.group)
 
     def read(self) -> HostMatrix:
@@ -81,7 +81,9 @@ class PackedTensor:
         return self.format.read(self)
 
     def describe(self) -> HostMatrix:
-        """Return a description of the matrix that `read` returns. Zero points and orders are read.
+        """Return the HostMatrix that `read` returns, with shapes in place of arrays.
+
+        Only zero points and orders are read from the file.
 
         Raises:
             CheckpointError: see `read`.
@@ -96,22 +98,32 @@ class PackedTensor:
         order: np.ndarray | None = None,
         group: int | None = None,
     ) -> HostMatrix:
-        """Return a description of this matrix in a form (see `HostMatrix.described`)."""
+        """Return a HostMatrix of this shape with shapes in place of arrays.
+
+        See `HostMatrix.described` for the arguments. `group` is by default that of this matrix.
+        """
         outputs, inputs = self.shape
         group = self.group if group is None else group
         return HostMatrix.described(form, (inputs, outputs), group, scales, zeros, order)
 
     def scales_dtype(self, suffix: str) -> np.dtype:
-        """The dtype that `scales` returns."""
+        """Return the dtype of the scales that `scales(suffix, ...)` returns.
+
+        Raises:
+            CheckpointError: the tensor is missing.
+        """
         entry = self.entries.get(suffix)
         if entry is None:
             raise self.wrong(suffix, "is missing")
         return entry.dtype if entry.dtype.itemsize == 2 else np.dtype(np.float32)
 
     def tensor(self, suffix: str, shape: tuple[int, ...], *dtypes: str) -> np.ndarray:
-        """Read the tensor with name suffix `suffix`, which must have this shape and dtype.
+        """Read the tensor with name suffix `suffix`, which must have the given shape and dtype.
 
-        dtypes: the allowed dtypes; without any, all float dtypes are allowed.
+        `dtypes` are the allowed dtypes. Without any, all float dtypes are allowed.
+
+        Raises:
+            CheckpointError: the tensor is missing, or has another shape or dtype.
         """
         entry = self.entries.get(suffix)
         if entry is None:
@@ -126,14 +138,18 @@ class PackedTensor:
         return read_tensor(entry)
 
     def scales(self, suffix: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Read finite scales: 16-bit floats in their dtype, others converted to float32."""
+        """Read a tensor of scales: 16-bit floats in their dtype, others converted to float32.
+
+        Raises:
+            CheckpointError: the tensor is missing, has another shape, or has NaN or infinity.
+        """
         scales = self.tensor(suffix, shape)
         if not np.isfinite(scales.astype(np.float32)).all():
             raise self.wrong(suffix, "holds NaN or infinity")
         return scales if scales.dtype.itemsize == 2 else scales.astype(np.float32)
 
     def scales_by_output(self, suffix: str) -> np.ndarray:
-        """Read scales stored as [out, groups], and return [groups, out].
+        """Read scales stored as [out, groups], and return them as [groups, out].
 
         With one group, the stored shape may also be [out], or one number for all outputs.
         """
@@ -145,7 +161,11 @@ class PackedTensor:
         return np.broadcast_to(self.scales(suffix, shape).reshape(1, -1), (1, outputs))
 
     def factor(self, suffix: str) -> np.float32:
-        """Read a positive float32 number that scales the whole matrix."""
+        """Read the number, a float32, that scales the whole matrix.
+
+        Raises:
+            CheckpointError: it is missing, or not a single positive number.
+        """
         shape = (1,) if suffix in self.entries and self.entries[suffix].shape == (1,) else ()
         value = self.tensor(suffix, shape, "float32").item()
         if not 0 < value < np.inf:
@@ -153,7 +173,7 @@ class PackedTensor:
         return np.float32(value)
 
     def wrong(self, suffix: str, what: str) -> CheckpointError:
-        """Return, without raising it, a CheckpointError that names the file and the tensor."""
+        """Return a CheckpointError with the text `what` that names the file and the tensor."""
         path = next(iter(self.entries.values())).shard.path
         name = self.name.removesuffix(".weight") + suffix
         return CheckpointError(f"{path}: tensor {name!r}: {what}")

@@ -48,7 +48,7 @@ def _read_awq_gemv(packed: PackedTensor) -> HostMatrix:
 
 
 def _gemv_zeros(packed: PackedTensor) -> tuple[np.ndarray, int]:
-    """Return the zero points [groups, out], and the words that an output's take."""
+    """Return the zero points [groups, out] of an AWQ "gemv" matrix, and the words per output."""
     several = {64: 2, 32: 4}.get(packed.group, 1)
     width = -(-packed.groups // (8 * several)) * several
     words = packed.tensor(".qzeros", (packed.shape[0], width), "int32")
@@ -84,7 +84,7 @@ def _read_packed(packed: PackedTensor) -> HostMatrix:
 
 
 def _points(packed: PackedTensor) -> np.ndarray | None:
-    """Return the zero points [groups, out] of compressed-tensors, if there are any."""
+    """Return the zero points [groups, out] of a compressed-tensors matrix, or None without them."""
     if ".weight_zero_point" not in packed.entries:
         return None
     outputs, bits = packed.shape[0], packed.stored.bits
@@ -111,9 +111,12 @@ def _codes(
     zeros: np.ndarray | None,
     order: np.ndarray | None,
 ) -> HostMatrix:
-    """Convert unsigned codes to a matrix, of floats if they have 8 bits and zero points.
+    """Return a matrix of unsigned codes with scales, dequantized if it has 8 bits and zero points.
+
+    Zero points in the middle of the range are dropped.
 
     Args:
+        packed: the matrix in the checkpoint.
         values: uint8 [in, out].
         scales: [groups, out].
         zeros: uint8 [groups, out], or None for the middle of the range.
@@ -141,10 +144,10 @@ def _codes(
 def _description(
     packed: PackedTensor, scales: str, zeros: np.ndarray | None, order: np.ndarray | None
 ) -> HostMatrix:
-    """Return a description of the matrix that `_codes` returns.
+    """Return the matrix that `_codes` returns, with shapes in place of arrays.
 
     Args:
-        packed: the matrix.
+        packed: the matrix in the checkpoint.
         scales: name suffix of the tensor with the scales.
         zeros, order: see `_codes`.
     """
@@ -184,7 +187,13 @@ def _check_shape(packed: PackedTensor) -> None:
 
 
 def _order(packed: PackedTensor, suffix: str) -> np.ndarray | None:
-    """Return the permutation that sorts the inputs by group, or None if they are sorted."""
+    """Return the permutation that sorts a matrix's inputs by group, or None if they are sorted.
+
+    The group of each input is read from the tensor with name suffix `suffix`, if present.
+
+    Raises:
+        CheckpointError: a group has too many or too few inputs.
+    """
     if suffix not in packed.entries:
         return None
     inputs, group = packed.shape[1], packed.group
@@ -199,9 +208,9 @@ def _order(packed: PackedTensor, suffix: str) -> np.ndarray | None:
 
 
 def _unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """Unpack int32 [R, C] into uint8 [R, C * 32 / bits].
+    """Unpack the codes of words int32 [R, C] to uint8 [R, C * 32 / bits], lowest bits first.
 
-    order: the column, among the columns of a word, of each code; None for codes in order.
+    `order` gives the column, among the columns of a word, of each code. None keeps the order.
     """
     codes = np.ascontiguousarray(words, "<i4").view(np.uint8)
     if bits == 4:

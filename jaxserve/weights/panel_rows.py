@@ -26,13 +26,13 @@ from pallas_kernels.cpu.panels import PANEL
 
 @dataclass(frozen=True)
 class PanelRows:
-    """Consecutive rows of a tensor that fill panels.
+    """Consecutive rows of a tensor, which are outputs, and the panels that they fill.
 
     Attributes:
         rows: bounds of the rows, [first, last).
         panel: index of the first panel, counted over all experts.
-        column: column of the first row in its panel, if other tensors share the panels. None if
-            the rows fill their panels alone.
+        column: column of the first row in its panel, if other tensors share the panels. None if the
+            rows fill their panels alone.
     """
 
     rows: tuple[int, int]
@@ -40,7 +40,7 @@ class PanelRows:
     column: int | None = None
 
     def blocks(self, entry: TensorEntry, most: int) -> Iterator[PanelRows]:
-        """Split the rows into row blocks of about `most` bytes.
+        """Yield PanelRows that split these rows into row blocks of about `most` bytes.
 
         A row block ends only at a panel border and at a multiple of `entry.rows_together`.
         """
@@ -56,7 +56,7 @@ class PanelRows:
 
 @dataclass(frozen=True)
 class PanelPlan:
-    """Description of how a parameter is read into panels.
+    """Plan for reading the tensors of a parameter directly into panels.
 
     Attributes:
         weight: the parameter, with the shape of its panels.
@@ -77,7 +77,14 @@ def panel_plans(
 ) -> dict[str, PanelPlan]:
     """Return the plans, by path, of the parameters that are read directly into panels.
 
-    Parameters that `form` quantizes have no plan.
+    Parameters that `form` quantizes, and parameters whose rows do not fit panels, have no plan.
+
+    Args:
+        table: the tensors of the parameters.
+        entries: the tensors of the checkpoint by name.
+        dims: sizes of the dimensions that the table names.
+        parameters: the model's parameters by path.
+        form: "int8", "fp8" or "int4" to quantize to, or None.
     """
     plans = {}
     for path, parts in by_path(table).items():
@@ -102,7 +109,16 @@ def panel_plan(
     dtype: np.dtype,
     axes: Axes,
 ) -> PanelPlan | None:
-    """Return the plan to read a parameter into panels, or None if its rows do not fit panels."""
+    """Return the plan to read a parameter into panels, or None if its rows do not fit panels.
+
+    Args:
+        parts: the tensors of the parameter.
+        entries: the tensors of the checkpoint by name.
+        dims: sizes of the dimensions that the parts name.
+        shape: shape of the parameter.
+        dtype: dtype of the parameter.
+        axes: result of `panel_axes`.
+    """
     weight = number_panels(shape, dtype, axes)
     leading = shape[: len(shape) - len(axes[0]) - len(axes[1])]
     if leading and parts[0].index == (...,):
@@ -186,7 +202,10 @@ def _numbered(shape: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
 def _along(
     row: np.ndarray, column: np.ndarray, output: np.ndarray, input_: np.ndarray
 ) -> tuple[np.ndarray, ...] | None:
-    """Flatten row and output indices along the axes of rows, column and input indices along theirs.
+    """Flatten index arrays of one shape, each along the axes on which it may change.
+
+    Row and output indices are taken along the axes of rows, column and input indices along the axes
+    of columns.
 
     Returns:
         Flat arrays of rows, outputs, columns and inputs, or None if rows and columns change along
@@ -205,7 +224,7 @@ def _along(
 
 
 def _panel_rows(first: int, outputs: np.ndarray, end: int, shared: bool) -> list[PanelRows] | None:
-    """Return the runs of consecutive outputs among the rows of a part.
+    """Return the runs of consecutive outputs among the rows of a part, as PanelRows.
 
     Args:
         first: first row of the part in its tensor.

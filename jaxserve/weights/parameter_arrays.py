@@ -36,7 +36,10 @@ Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def named_arrays(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of parameters by name. Quantized parameters have several arrays."""
+    """Return all arrays of the parameters `values`, by name, such as "layers.0.mlp.down.values".
+
+    A quantized parameter has several arrays, named by its path and attribute.
+    """
     leaves = jax.tree_util.tree_flatten_with_path(dict(values))[0]
     return {".".join(map(_key, keys)): leaf for keys, leaf in leaves}
 
@@ -49,7 +52,10 @@ def _key(key: Any) -> str:
 
 
 def forms(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return descriptions, as JSON values, of the forms of the quantized parameters, by path."""
+    """Return descriptions, as JSON values, of the forms of the quantized parameters, by path.
+
+    Parameters that are not quantized are left out.
+    """
     every = {path: _form(value) for path, value in values.items()}
     return {path: form for path, form in every.items() if form is not None}
 
@@ -71,6 +77,7 @@ def abstract_parameter(
     """Return a quantized parameter with shapes in place of arrays.
 
     Args:
+        path: path of the parameter.
         form: its entry in `forms`, read from a file that is not trusted.
         parameter: the same parameter of the model without quantization.
         shapes: shapes and dtypes of the arrays in the file, by name.
@@ -111,7 +118,9 @@ def abstract_parameter(
 def _part(
     path: str, described: Any, outputs: tuple[int, ...]
 ) -> tuple[Any, tuple[tuple[int, int], ...]]:
-    """Return the form of a part, and the (start, size) of its window along each output dimension.
+    """Check the description of one part of a fused parameter.
+
+    Return its form, and the (start, size) of its window along each output dimension.
 
     Raises:
         ValueError: the description is malformed, or the window exceeds the outputs.
@@ -138,9 +147,9 @@ def _weight(
     shapes: Shapes,
     leading: tuple[int, ...] = (),
 ) -> PlacedWeight:
-    """Return a quantized matrix, or the matrices of all experts, with shapes instead of arrays.
+    """Return a PlacedWeight of one matrix, or of all experts' matrices, with shapes for its arrays.
 
-    leading: (number of experts,) for experts, otherwise empty.
+    `leading` is (number of experts,) for experts, otherwise empty.
 
     Raises:
         ValueError: an array is missing, or its shape or dtype does not fit.

@@ -47,6 +47,7 @@ def joined_place(
     """Return the shape and the sharding of an array that is joined from all devices' parts.
 
     Args:
+        mesh: the devices.
         shape: shape of one part.
         is_whole: every device has the whole array, so it is replicated.
     """
@@ -56,9 +57,12 @@ def joined_place(
 
 
 def joined(mesh: Mesh, forms: Sequence[Any], is_whole: bool = False) -> Any:
-    """Join the parts of a parameter on this host's devices into sharded arrays.
+    """Return the parameter whose arrays are sharded over the mesh, from the parts of this host.
+
+    The parts are joined along their first axis.
 
     Args:
+        mesh: the devices.
         forms: the part of each of this host's devices, in the order of the mesh.
         is_whole: every device has the whole parameter.
 

@@ -49,13 +49,17 @@ _EMBEDDINGS = {("embed", "vocab"): 1, ("vocab", "embed"): 0}
 
 
 def block_inputs(parameter: nnx.Param[Any]) -> int | None:
-    """Return how many dimensions of a parameter are inputs; None if it is never in GGUF blocks."""
+    """Return the number of input dimensions of a parameter that may be stored in GGUF blocks.
+
+    This is 0 for an embedding table, whose rows are outputs, and None for parameters that are never
+    in blocks.
+    """
     axes = parameter.get_metadata()["axes"]
     return PROJECTIONS.get(axes, _EMBEDDINGS.get(axes))
 
 
 def place_on_default(path: str, values: np.ndarray) -> jax.Array:
-    """Place values on JAX's default device. On CPU this makes no copy, unlike `jnp.asarray`."""
+    """Return values as an array on JAX's default device, on CPU without a copy."""
     return jax.device_put(values)
 
 
@@ -80,7 +84,7 @@ class Placement:
     put: Place = place_on_default
 
     def quantized(self, path: str, values: np.ndarray) -> Any:
-        """Return the parameter quantized, on the host, or `values` if it keeps its dtype."""
+        """Return a parameter quantized on the host, or `values` if it is not to be quantized."""
         parameter, form = self.parameters[path], self.form
         blocked = in_blocks(parameter, form, self.panels)
         if blocked is not None:
@@ -99,7 +103,7 @@ class Placement:
         return codes.as_weight(values.shape[contract:])
 
     def placed(self, path: str, value: Any) -> Any:
-        """Divide a parameter over the devices, lay each part out, and place it.
+        """Divide a parameter over the devices, lay each part out, and return the parameter placed.
 
         Args:
             path: path of the parameter.
@@ -131,7 +135,7 @@ def multiplies_input_major(device: DeviceLimits) -> bool:
 
 
 def use_panels(model: Decoder) -> None:
-    """Convert the matrices of a model to panels, in place and one at a time."""
+    """Convert the matrices of a model to panels for CPU products, in place and one at a time."""
     for parameter in _parameters(model):
         value = parameter[...]
         axes = parameter.get_metadata().get("axes")
@@ -141,7 +145,7 @@ def use_panels(model: Decoder) -> None:
 
 
 def use_output_rows(model: Decoder) -> None:
-    """Convert a model's quantized matrices to outputs as rows, in place and one at a time."""
+    """Transpose a model's quantized matrices to outputs as rows, in place and one at a time."""
     for parameter in _parameters(model):
         if isinstance(parameter[...], PLACED):
             parameter.set_value(output_major(parameter[...]))
@@ -152,7 +156,7 @@ def _parameters(model: Decoder) -> Iterator[nnx.Param[Any]]:
 
 
 def in_blocks(parameter: nnx.Param[Any], form: str | None, panels: bool) -> int | None:
-    """Return how many dimensions of a parameter are inputs, if `form` quantizes it to GGUF blocks.
+    """Return the number of input dimensions of a parameter that `form` quantizes to GGUF blocks.
 
     This applies to all matrices, including the embedding, with "int4" on CPU (`panels`) if their
     inputs are whole blocks. The result is None for other parameters.
@@ -173,16 +177,19 @@ def read_packed(
 ) -> dict[str, Any]:
     """Read the parameters that a checkpoint stores quantized, and return them placed, by path.
 
-    Parameters that are not quantized in jaxserve, such as an output projection, are dequantized.
-    So are experts that cannot be stacked.
+    Parameters that are not quantized in jaxserve, such as an output projection, are dequantized. So
+    are experts that cannot be stacked.
 
     Args:
+        checkpoint: the checkpoint's tensors.
+        parameters: the model's parameters by path.
+        dims: sizes of the dimensions that the table of weights names.
         placement: quantizes and places the parameters.
         report: called with the bytes of each parameter after it was read.
 
     Raises:
-        CheckpointError: see `PackedTensor.read`. Also if only some tensors of a fused parameter
-            are quantized.
+        CheckpointError: see `PackedTensor.read`. Also if only some tensors of a fused parameter are
+            quantized.
     """
     plain = {weight.path: weight.name for weight in checkpoint.table}
     values: dict[str, Any] = {}
@@ -208,7 +215,11 @@ def read_parameter(
     parameter: nnx.Param[Any],
     dims: Mapping[str, int],
 ) -> Any:
-    """Read one parameter of quantized tensors: its codes on the host, or its dequantized values."""
+    """Read one parameter of quantized tensors: its codes on the host, or its dequantized values.
+
+    Raises:
+        CheckpointError: see `PackedTensor.read`. Also if dequantized values are not finite.
+    """
     matrices = {name: checkpoint.packed[name].read() for name in {w.name for w in weights}}
     parts = [(weight, matrices[weight.name]) for weight in weights]
     quantized = fused_parameter(parts, parameter, dims)
@@ -279,7 +290,7 @@ def scales_parameter(values: Any) -> nnx.Param[Any]:
 
 
 def scales_of(model: Decoder) -> dict[str, Attention]:
-    """Return the attention modules that have cache scales, by the parameter path of the scales."""
+    """Return the attention modules that may have fp8 cache scales, by the path of the scales."""
     return {
         f"layers.{index}.attention.kv_scales": layer.attention
         for index, layer in enumerate(model.layers)

@@ -27,7 +27,10 @@ ROOM_BYTES = 1 << 20  # size of temporaries, so that they stay in the CPU's cach
 
 
 def quantize(weight: np.ndarray, form: str) -> HostMatrix:
-    """Quantize float32[I, O] to "int8", "fp8" or "int4". The module docstring bounds the errors."""
+    """Quantize float32[I, O] to codes with scales, in the form "int8", "fp8" or "int4".
+
+    int8 and fp8 have one scale for each output. int4 has a scale and a minimum for 32 inputs.
+    """
     inputs, outputs = weight.shape
     if form == "int4":
         return in_groups(weight, "Q4_1")
@@ -48,9 +51,10 @@ def quantize(weight: np.ndarray, form: str) -> HostMatrix:
 
 
 def in_groups(weight: np.ndarray, name: str) -> HostMatrix:
-    """Quantize float32[I, O] to the codes of format `name`, "Q4_1" or "Q8_0".
+    """Quantize float32[I, O] in groups of 32 inputs, to codes with the scales of a GGUF format.
 
-    To quantize an incomplete last group, its inputs are repeated; the result has I rows again.
+    The format is "Q4_1" for int4 with minima, or "Q8_0" for int8. To quantize an incomplete last
+    group, its inputs are repeated; the result has I rows again.
     """
     inputs, rest = len(weight), len(weight) % GROUP
     whole = weight

@@ -74,7 +74,10 @@ def sort_packed(
     """Divide a checkpoint into plain tensors, quantized matrices and cache scales.
 
     Args:
-        stored: the quantization that config.json describes, or None.
+        checkpoint: the tensors by name.
+        stored: the quantization that config.json describes. None makes all tensors plain.
+        table: the weights of the model.
+        dims: sizes of the dimensions that the table names.
     """
     remaining, table = dict(checkpoint.tensors), list(table)
     if stored is None:
@@ -142,7 +145,10 @@ def _drop_null_bias(remaining: dict[str, TensorEntry], name: str, table: list[We
 
 
 def kv_scale_of(name: str) -> tuple[int, str] | None:
-    """Return the layer of a cache scale, and "k" or "v", or None if `name` is no cache scale."""
+    """Return the layer of the cache scale called `name`, and "k" for keys or "v" for values.
+
+    None is returned for the name of another tensor.
+    """
     kind = _kv_kind(name)
     layer = name.removeprefix("model.layers.").partition(".")[0]
     return (int(layer), kind) if kind and layer.isdecimal() else None

@@ -59,11 +59,11 @@ class Shard:
 
 
 class SharedFile:
-    """A reader of shards for several threads that keeps the last shard open.
+    """A reader of checkpoint files for several threads that keeps the last file open.
 
     Row blocks that are requested in order are read sequentially, so that the kernel reads ahead.
-    That needs less work than explicit prefetching, or than opening the file for each row block.
-    A lock admits one reading thread at a time. `close` does not take the lock, so the caller must
+    That needs less work than explicit prefetching, or than opening the file for each row block. A
+    lock admits one reading thread at a time. `close` does not take the lock, so the caller must
     call it after all threads have finished.
     """
 
@@ -78,7 +78,7 @@ class SharedFile:
             file.close()
 
     def read(self, shard: Shard, offset: int, values: np.ndarray) -> bool:
-        """Fill `values`, uint8, with the bytes at `offset`.
+        """Fill `values`, uint8, with the bytes of the file at `offset`.
 
         Returns:
             False if the file ends before `values` is full, otherwise True.
@@ -128,7 +128,7 @@ class SharedFile:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Location of one tensor: `num_bytes` bytes at `offset` from the start of the file."""
+    """One tensor of a checkpoint file: `num_bytes` bytes at `offset` from the start of the file."""
 
     name: str
     shard: Shard
@@ -164,7 +164,7 @@ class TensorEntry:
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Read the rows [first, last) as uint8. Arguments and errors are as in `read_rows`."""
+        """Return the stored bytes of rows [first, last), flat uint8. See `read_rows` otherwise."""
         size = self.num_bytes // max(1, self.shape[0] if self.shape else 1)
         count = (last - first) * size
         values = np.empty(count, np.uint8) if memory is None else memory[:count]
@@ -175,12 +175,12 @@ class TensorEntry:
 
     @property
     def rows_together(self) -> int:
-        """Row ranges must begin and end at multiples of this number."""
+        """Row ranges for `read_rows` must begin and end at multiples of this number."""
         return 1
 
     @property
     def dtype_name(self) -> str:
-        """Name of the dtype in the file."""
+        """Name of the tensor's dtype in a safetensors header, such as "BF16"."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
 
@@ -188,8 +188,8 @@ def read_header(path: Path) -> list[TensorEntry]:
     """Read and check the header of a safetensors file, and return its tensors.
 
     Raises:
-        CheckpointError: the header is malformed, or does not fit the file size. The error names
-            the file, and the tensor if one is malformed.
+        CheckpointError: the header is malformed, or does not fit the file size. The error names the
+            file, and the tensor if one is malformed.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         shard = Shard(path, identity(file.fileno()))
@@ -221,7 +221,7 @@ def read_header(path: Path) -> list[TensorEntry]:
 
 
 def _entry(name: str, raw: Any, shard: Shard, start: int) -> TensorEntry:
-    """Check the description of a tensor in the header; `start` is the offset of the file's data."""
+    """Check a tensor's description in a header, and return its entry. Data begin at `start`."""
     where = f"{shard.path}: tensor {name[:200]!r}"
     if not isinstance(raw, dict) or set(raw) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: must have dtype, shape and data_offsets, and no more")
@@ -244,14 +244,14 @@ def _entry(name: str, raw: Any, shard: Shard, start: int) -> TensorEntry:
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """Read a whole tensor. Errors are as in `TensorEntry.read_rows`."""
+    """Read a whole tensor, in its shape and dtype. Errors are as in `TensorEntry.read_rows`."""
     if not entry.shape:
         return entry.read_bytes(0, 1).view(entry.dtype).reshape(())
     return entry.read_rows(0, entry.shape[0])
 
 
 def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
-    """Yield a tensor's bytes in chunks of READ_BYTES. Errors are as in `TensorEntry.read_rows`."""
+    """Yield a tensor's bytes in chunks of 16 MiB. Errors are as in `TensorEntry.read_rows`."""
     with os.fdopen(open_regular(entry.shard.path), "rb", buffering=0) as file:
         _check_unchanged(entry.shard, file.fileno())
         file.seek(entry.offset)
@@ -266,7 +266,7 @@ def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
 
 
 def check_unchanged(shard: Shard) -> None:
-    """Raise CheckpointError if the file has changed since its header was read."""
+    """Raise CheckpointError if a checkpoint file has changed since its header was read."""
     with os.fdopen(open_regular(shard.path), "rb") as file:
         _check_unchanged(shard, file.fileno())
 
@@ -283,7 +283,7 @@ def identity(descriptor: int) -> tuple[int, int, int, int]:
 
 
 def _describe(path: Path, size: int) -> str:
-    """Return the end of an error message for a file that is not a safetensors file."""
+    """Return why a file is not a safetensors file, as the end of an error text."""
     if size == 0:
         return "is empty"
     with os.fdopen(open_regular(path), "rb") as file:

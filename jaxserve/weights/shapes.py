@@ -51,7 +51,7 @@ _Parameter = nnx.Param[Any]
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """How a device takes a model's matrices.
+    """The layout of a model's matrices on a device.
 
     Attributes:
         panels: in panels for a CPU's products.
@@ -79,7 +79,7 @@ def shapes_of_model(
     layout: DeviceLayout,
     stored: Stored | None = None,
 ) -> Decoder:
-    """Build the structure of a model whose weights are placed, with shapes in place of arrays.
+    """Return a model as it is after its weights are placed, with shapes in place of arrays.
 
     No JAX backend is needed: of a model that is divided over devices, shapes have a sharding over
     an abstract mesh.
@@ -135,7 +135,10 @@ def _as_read(
     layout: DeviceLayout,
     stored: StoredTensors | Literal["random"] | None,
 ) -> dict[str, Any]:
-    """Return each parameter as it is before it is laid out: quantized with shapes, or a shape."""
+    """Return each parameter, by path, as it is read and before it is laid out for a device.
+
+    A quantized parameter has shapes in place of arrays. Any other one is a single shape.
+    """
     quantized: dict[str, Any] = {}
     if isinstance(stored, StoredTensors):
         quantized = _packed(stored, parameters)
@@ -154,7 +157,10 @@ def _as_read(
 
 
 def _packed(stored: StoredTensors, parameters: Mapping[str, _Parameter]) -> dict[str, Any]:
-    """Return the parameters of a checkpoint's quantized tensors, by path."""
+    """Return the shapes of the parameters that a checkpoint stores quantized, by path.
+
+    Parameters that jaxserve widens are shapes in their own dtype.
+    """
     split, quantized = stored.split, dict[str, Any]()
     for path, weights in by_path(split.packed_table).items():
         parts = [(weight, split.packed[weight.name].describe()) for weight in weights]
@@ -170,7 +176,7 @@ def _packed(stored: StoredTensors, parameters: Mapping[str, _Parameter]) -> dict
 def _declared(
     config: ModelConfig, parameters: Mapping[str, _Parameter], layout: DeviceLayout
 ) -> dict[str, Any]:
-    """Return the parameters that are quantized according to config.json, by path."""
+    """Return the shapes of the parameters that are quantized according to config.json, by path."""
     stored, experts, quantized = config.quantization, config.experts, dict[str, Any]()
     for path, parameter in parameters.items():
         is_experts, (inputs, outputs) = holds_experts(parameter), _matrix_shape(parameter)
@@ -196,7 +202,10 @@ def _declared(
 def _quantized(
     config: ModelConfig, form: str | None, layout: DeviceLayout, path: str, parameter: _Parameter
 ) -> Any:
-    """Return a parameter that is quantized while it is read, or the shape of one in full."""
+    """Return the shapes of a parameter that is quantized to `form` while it is read.
+
+    A parameter that keeps its dtype is a single shape.
+    """
     shape, contract = tuple(parameter.shape), in_blocks(parameter, form, layout.panels)
     if contract is not None:
         outputs = shape[contract:] if contract else shape[:1]
@@ -237,7 +246,7 @@ def _full(parameter: _Parameter) -> Any:
 
 
 class _Place:
-    """Lays parameters out for a device's products, and divides them over devices.
+    """Lays the shapes of parameters out for a device's products, and divides them over devices.
 
     Args:
         config: of the model, with its split.
@@ -252,7 +261,7 @@ class _Place:
         )
 
     def __call__(self, path: str, parameter: _Parameter, value: Any) -> Any:
-        """Return the shapes of a placed parameter, given its shapes as it is read."""
+        """Return the shapes of a placed parameter, given its shapes as it is read (`value`)."""
         axes = parameter.get_metadata()["axes"]
         part = part_of(self._config, axes, tuple(parameter.shape), 0)
         if self._mesh is not None:
@@ -262,7 +271,7 @@ class _Place:
         return self.joined(part, output_major(value) if self._layout.output_rows else value)
 
     def joined(self, part: Part, value: Any) -> Any:
-        """Return the shapes of the arrays that all devices' parts make together."""
+        """Return the shapes of a parameter over all devices, given those of one device's part."""
         mesh = self._mesh
         if mesh is None:
             return value

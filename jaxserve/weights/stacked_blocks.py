@@ -29,7 +29,10 @@ MXFP4 = "MXFP4"
 
 
 def stacked_form(entry: TensorEntry) -> str | None:
-    """Return the block format of a tensor of all experts, or None for other tensors and formats."""
+    """Return the block format of a tensor of all experts' matrices that can stay in blocks.
+
+    The result is None for other tensors, and for formats that the kernels do not read.
+    """
     if isinstance(entry, PackedEntry):
         return MXFP4
     if not isinstance(entry, JoinedTensor) or not entry.join.of_experts:
@@ -41,9 +44,10 @@ def stacked_form(entry: TensorEntry) -> str | None:
 def stacked_reader(
     part: WeightName, entry: TensorEntry, dims: Mapping[str, int]
 ) -> Callable[[int], HostMatrix]:
-    """Return a function that reads the matrix of one expert, still in blocks, in the model's order.
+    """Return a function that reads the matrix of one expert, given the expert's index.
 
-    The function raises CheckpointError if a file cannot be read, or a scale is NaN or infinite.
+    The matrix stays in blocks, with outputs in the model's order. The function raises
+    CheckpointError if a file cannot be read, or a scale is NaN or infinite.
 
     Args:
         part: place of the tensor in the model.
@@ -79,7 +83,7 @@ def stacked_reader(
 
 
 def read_rows(entry: GgufTensor) -> np.ndarray:
-    """Read a matrix as GGUF blocks in the kernels' field order, uint8 [outputs, blocks, bytes].
+    """Return a GGUF matrix as blocks in the kernels' field order, uint8 [outputs, blocks, bytes].
 
     The rows are converted a few at a time, so that the raw bytes take little memory.
 

@@ -28,7 +28,7 @@ class StoredTensors:
 
     Attributes:
         opened: every tensor of the files.
-        split: the tensors that are quantized, apart from the others.
+        split: the same tensors divided into plain tensors and quantized matrices.
         entries: the tensors that are not quantized, by their names in the model's table.
         dims: sizes of the dimensions that the table names.
     """
@@ -40,16 +40,16 @@ class StoredTensors:
 
     @property
     def table(self) -> list[WeightName]:
-        """The tensors that are not quantized, and the parameter that each belongs to."""
+        """The tensors that are not quantized, each with the parameter that it belongs to."""
         return self.split.table
 
 
 def open_tensors(source: str | Path | GgufFile, config: ModelConfig) -> StoredTensors:
-    """Find the tensors of a model and check them against its configuration.
+    """Return the tensors of a checkpoint, checked by their headers against the configuration.
 
     Raises:
-        CheckpointError: files are missing, malformed or unsafe, or hold other tensors than
-            `config` implies.
+        CheckpointError: files are missing, malformed or unsafe, or hold other tensors than `config`
+            implies.
     """
     opened, dims = _open(source, config), dimensions(config)
     experts = config.experts
@@ -66,7 +66,11 @@ def _is_stacked(name: str) -> bool:
 
 
 def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
-    """Return the model's tensors under the names of its table."""
+    """Return the checkpoint with its tensors under the names of the model's table.
+
+    Tensors that the checkpoint's index does not list, and parts of a multimodal model other than
+    its text model, are left out with a warning.
+    """
     if isinstance(source, GgufFile):
         return named_tensors(source, config)
     opened = open_checkpoint(source)

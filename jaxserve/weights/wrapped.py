@@ -27,7 +27,7 @@ NAMINGS = (
 
 
 def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with only the text model's tensors, named as in a text-only checkpoint.
+    """Return a multimodal checkpoint with only its text model's tensors, under text-only names.
 
     One log message counts the omitted tensors of the other parts.
 
@@ -55,7 +55,7 @@ def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def naming(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Return the prefixes of the text model's tensors and of its output projection.
+    """Return the name prefixes of a multimodal checkpoint's text model and its output projection.
 
     Raises:
         CheckpointError: the checkpoint has no text embedding under a known name.

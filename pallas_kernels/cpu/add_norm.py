@@ -25,7 +25,10 @@ from pallas_kernels.row_arguments import NormOptions
 
 @dataclass(frozen=True)
 class AddNorm(NormKernel):
-    """Kernel for a sum and its norm."""
+    """CPU kernel (generator of LLVM IR) of ``add_norm``: a sum of two arrays and its RMSNorm.
+
+    The fields choose the steps: the addition, the norm of the added array, the norm of the sum.
+    """
 
     adds: bool  # whether an array is added
     norms_delta: bool  # whether the added array is normalized first
@@ -54,7 +57,11 @@ class AddNorm(NormKernel):
         return self.parts_of(code, *fields[:2])
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that computes the rows of part `index`."""
+        """Emit LLVM IR that computes ``add_norm`` for the rows of part `index` of `parts`.
+
+        `fields` are IR values: the addresses and sizes of the operands and results. The sum and the
+        norm are written to the results.
+        """
         rows, size, x, *others = fields
         delta = others.pop(0) if self.adds else None
         delta_scale = others.pop(0) if self.norms_delta else None
@@ -109,7 +116,13 @@ def add_norm(
     delta_scale: jax.Array | None,
     options: NormOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Add delta to x and normalize the sum, on CPU. Return the sum and its norm, [T,D]."""
+    """Add delta to x [T,D] and normalize the sum, with the CPU kernel.
+
+    Arguments are as in ``pallas_kernels.add_norm``.
+
+    Returns:
+        The sum (x if delta is None) and its RMSNorm (the sum if scale is None), [T,D] of x's dtype.
+    """
     if delta is not None and delta.ndim == 3:
         delta = (delta[0] if len(delta) == 1 else delta.sum(axis=0))[: len(x)]
     kernel = AddNorm(

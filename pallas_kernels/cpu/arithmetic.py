@@ -14,16 +14,21 @@ LOG2_E = math.log2(math.e)
 
 
 def stored_type(dtype: str) -> ir.Type:
-    """Return the LLVM type of numbers in memory. bfloat16 is stored as its bits.
+    """Return the LLVM type of numbers of a dtype in memory.
 
-    "uint8" means the bits of float8_e4m3fn, and "int8" means codes.
+    It is i16 for bfloat16, i8 for "int8" codes and "uint8" (the bits of float8_e4m3fn), and half,
+    float or double for other floats.
     """
     types = {"bfloat16": I16, "float16": ir.HalfType(), "uint8": I8, "int8": I8}
     return types[dtype] if dtype in types else float_type(np.dtype(dtype))
 
 
 def widened(code: Code, vector: Any, real: ir.Type) -> Any:
-    """Generate code that converts a vector of stored numbers to the type of the sums."""
+    """Emit LLVM IR that converts a vector of stored numbers to `real`, the type of the sums.
+
+    Elements of type i16 are the bits of bfloat16, and of type i8 the bits of float8_e4m3fn.
+    Returns the IR vector of the converted numbers.
+    """
     element, lanes = vector.type.element, vector.type.count
     if element == real:
         return vector
@@ -38,7 +43,10 @@ def widened(code: Code, vector: Any, real: ir.Type) -> Any:
 
 
 def bfloat16_bits(code: Code, number: Any) -> Any:
-    """Generate code that rounds float32 to bfloat16, to the nearest, ties to even: the bits."""
+    """Emit LLVM IR that rounds a float32 vector to bfloat16, to the nearest, ties to even.
+
+    Returns the IR vector of the bits, i16 elements. NaN stays NaN.
+    """
     words = ir.VectorType(I32, number.type.count)
     bits: Any = code.bitcast(number, words)
     last = code.and_(code.lshr(bits, filled(words, 16)), filled(words, 1))
@@ -50,10 +58,19 @@ def bfloat16_bits(code: Code, number: Any) -> Any:
 
 
 def small_float8(code: Code, vector: Any, kind: Any) -> tuple[Any, Any]:
-    """Generate code that converts float8_e4m3fn to numbers divided by 256, and to their bits.
+    """Emit LLVM IR that converts codes of float8_e4m3fn to 1/256 of their numbers.
 
-    After a shift, exponent and mantissa are exponent and mantissa of that float16, also for zero
-    and subnormal numbers. Codes of NaN (all ones) become 480 / 256.
+    After a shift, exponent and mantissa of a code are exponent and mantissa of a float16 that is
+    1/256 of the number, also for zero and subnormal numbers. Codes of NaN (all ones) become
+    480 / 256.
+
+    Args:
+        code: builder of the IR.
+        vector: IR vector of i8 codes.
+        kind: float vector type of the result.
+
+    Returns:
+        The IR vectors of the converted numbers, and of the bits (i16) of these float16 numbers.
     """
     shorts = ir.VectorType(I16, kind.count)
     moved: Any = code.shl(code.sext(vector, shorts), filled(shorts, 7))
@@ -71,12 +88,12 @@ def _from_float8(code: Code, vector: Any, kind: Any) -> Any:
 
 
 def float_type(dtype: np.dtype) -> ir.Type:
-    """Return the LLVM type of float32 or float64."""
+    """Return the LLVM type of a dtype: float for float32 and double for float64."""
     return {4: ir.FloatType(), 8: ir.DoubleType()}[dtype.itemsize]
 
 
 def exp2(code: Code, x: Any) -> Any:
-    """Generate code that computes 2 to the power of a vector of floats up to 100.
+    """Emit LLVM IR that computes 2 ** x for a vector x of floats up to 100. Return the IR vector.
 
     The error is less than two units in the last place. Subnormal results are zero, and NaN
     stays NaN.
@@ -87,9 +104,9 @@ def exp2(code: Code, x: Any) -> Any:
 
 
 def tanh(code: Code, x: Any) -> Any:
-    """Generate code that computes tanh as -m / (m + 2) with m = exp(-2 |x|) - 1.
+    """Emit LLVM IR that computes tanh(x) of a vector x of floats. Return the IR vector.
 
-    It is accurate near zero too.
+    The formula is -m / (m + 2) with m = exp(-2 |x|) - 1, which is accurate near zero too.
     """
     kind = x.type
     size = code.intrinsic(f"llvm.fabs.{suffix(kind)}", kind, [x])
@@ -103,11 +120,15 @@ def tanh(code: Code, x: Any) -> Any:
 
 
 def _exp2_parts(code: Code, x: Any) -> tuple[Any, Any, Any]:
-    """Generate code that splits 2^x: returns 2^n, 2^f - 1 and the least allowed x.
+    """Emit LLVM IR that splits 2^x of a float vector x into 2^n and 2^f - 1.
 
     x is n + f, with n an integer and f within 1/2. This is the reduction of Cody and Waite
     (Software Manual for the Elementary Functions, 1980). Adding 1.5 * 2^23 (2^52) rounds x to n
-    and leaves n in the lowest bits. The results are undefined below the least x.
+    and leaves n in the lowest bits.
+
+    Returns:
+        The IR vectors of 2^n, of 2^f - 1, and of the least allowed x. Below it the other two are
+        undefined.
     """
     kind = x.type
     fraction, bias, degree = {4: (23, 127, 7), 8: (52, 1023, 13)}[element_bytes(kind.element)]
@@ -124,8 +145,9 @@ def _exp2_parts(code: Code, x: Any) -> tuple[Any, Any, Any]:
 
 
 def exp2_polynomial(degree: int) -> list[float]:
-    """Return the coefficients, lowest first, of p in 2^f - 1 = f p(f): Taylor's, up to `degree`.
+    """Return the Taylor coefficients, lowest first, of the polynomial p in 2^f - 1 = f p(f).
 
-    For f within 1/2, degree 7 has a relative error of 5e-9 and degree 13 an error of 5e-18.
+    There are `degree` coefficients. For f within 1/2, degree 7 has a relative error of 5e-9 and
+    degree 13 an error of 5e-18.
     """
     return [math.log(2) ** power / math.factorial(power) for power in range(1, degree + 1)]

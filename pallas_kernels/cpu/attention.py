@@ -25,16 +25,17 @@ def attend(
     options: AttentionOptions,
     others: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute attention with the kernel class `kind`.
+    """Compute attention over the paged KV cache with a CPU kernel.
 
     Args:
-        kind: `PagedDecode` or `PagedTiles`.
-        arrays: q is [T,K,G,H], or [R,K,G,H] for decodes without longer rows.
-        options: of the call.
-        others: for decodes among longer rows: the results of the longer rows.
+        kind: the kernel class, `PagedDecode` (rows of one query) or `PagedTiles` (longer rows).
+        arrays: arguments of the call. q is [T,K,G,H], or [R,K,G,H] for decodes without longer rows.
+        options: options of the call.
+        others: for decodes among longer rows: the results of the longer rows, which are
+            overwritten at the decodes. Otherwise None.
 
     Returns:
-        The attention, of the shape of q.
+        The attention, of the shape and dtype of q.
     """
     q, *kv_pages, page_table, query_start, kv_len = arrays
     rows = [page_table, kv_len] if kind is PagedDecode else [page_table, query_start, kv_len]
@@ -78,7 +79,7 @@ def _grouped(arrays: AttentionArrays, k_scale: jax.Array | None) -> AttentionArr
 def paged_decode_attention(
     arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
-    """Compute attention of one query per row on CPU: [R,N,H]."""
+    """Compute attention of one query per row over the paged KV cache on CPU: [R,N,H]."""
     out = attend(PagedDecode, _grouped(arrays, options.k_scale), options)
     return finished(out, arrays.q, options.v_scale)
 
@@ -86,10 +87,11 @@ def paged_decode_attention(
 def ragged_paged_attention(
     arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS
 ) -> jax.Array:
-    """Compute causal attention of rows of any length on CPU: [T,N,H].
+    """Compute causal attention of rows of any length over the paged KV cache on CPU.
 
     Rows of one query are computed after the longer rows and written between their results. So in a
-    step of prompt chunks and decodes each kind costs the same as alone.
+    step of prompt chunks and decodes each kind costs the same as alone. Returns [T,N,H] of q's
+    dtype, zero for padding tokens.
     """
     by_head = _grouped(arrays, options.k_scale)
     out = attend(PagedDecode, by_head, options, attend(PagedTiles, by_head, options))

@@ -26,34 +26,38 @@ _ROUNDS = 1.5 * 2.0**23  # added to a float, it leaves the nearest integer in th
 
 @dataclass(frozen=True)
 class BlockArithmetic:
-    """Arithmetic for a GGUF format on a CPU."""
+    """Base of the CPU kernel that multiplies x by a weight in a GGUF format in integers."""
 
     form: str  # name of the format
     cpu: Host = field(default_factory=host)  # the CPU that code is generated for
 
     @property
     def format(self) -> BlockFormat:
-        """The `BlockFormat`."""
+        """The `BlockFormat` of the GGUF format whose name is `form`."""
         return FORMATS[self.form]
 
     @property
     def lanes(self) -> int:
-        """Outputs of a vector."""
+        """Number of outputs (32-bit lanes) of a vector register."""
         return self.cpu.vector_bytes // 4
 
     @property
     def count(self) -> int:
-        """Number of inputs that one instruction multiplies for each output."""
+        """Number of inputs that one product instruction multiplies for each output, 4 or 2."""
         return 4 if self.cpu.quads else 2
 
     @property
     def offset(self) -> int:
-        """Difference between the unpacked numbers and the codes."""
+        """Integer to subtract from an unpacked code of a weight before it is scaled."""
         return SIGN if self.cpu.quads and self.format.low == 8 else self.format.offset
 
 
 def mark_of(code: Code, whole: Any, row: Any, between: Any) -> Any:
-    """Generate code that computes the address of the i32 that is 1 if a row of x is rounded."""
+    """Emit LLVM IR that computes the address of a row's mark, an i32. Return the address.
+
+    The mark is 1 if the row of x is rounded. `whole` is the address of the rounded rows, each of
+    `between` bytes.
+    """
     after = code.mul(code.add(row, const(1)), between)
     return code.at(whole, code.sub(after, const(4)), I8)
 
@@ -61,13 +65,16 @@ def mark_of(code: Code, whole: Any, row: Any, between: Any) -> Any:
 def round_row(
     code: Code, rounding: Any, buffers: tuple[Any, Any], row: Any, inputs: Any, between: Any
 ) -> None:
-    """Generate code that rounds a row of x to integers, unless another part has done it.
+    """Emit LLVM IR that rounds a row of x to integers, unless another part has done it.
+
+    The IR then sets the row's mark.
 
     Args:
         rounding: the function of `rounding_function`.
-        buffers: x and the integer rows.
+        buffers: addresses of x and of the rounded rows.
+        row: number of the row.
         inputs: numbers of a row of x.
-        between: bytes of an integer row.
+        between: bytes of a rounded row.
     """
     x, whole = buffers
     mark = mark_of(code, whole, row, between)
@@ -79,20 +86,24 @@ def round_row(
 
 
 def row_bytes(inputs: int) -> int:
-    """Return the bytes of an integer row: integers, their scales, the sums of each 16, a mark."""
+    """Return the bytes of a rounded row of x: integers, scales, the sums of each 16, a mark."""
     return 2 * inputs + inputs // UNIT * 12 + 4
 
 
 def places_of(code: Code, row: Any, inputs: Any) -> tuple[Any, Any]:
-    """Generate code that computes the addresses of an integer row's scales and of its sums."""
+    """Emit LLVM IR for the addresses of the scales and of the sums in a rounded row of x.
+
+    `row` is the address of the row, and `inputs` its length. Returns both addresses.
+    """
     scales = code.at(row, code.mul(inputs, const(2)), I8)
     return scales, code.at(scales, code.sdiv(inputs, const(UNIT // 4)), I8)
 
 
 def rounding_function(module: ir.Module, kernel: BlockArithmetic) -> ir.Function:
-    """Generate a function (x, to, inputs) that rounds a row of x to integers.
+    """Add a function (x, to, inputs) to a module that rounds a row of x to integers. Return it.
 
-    NaN or infinity in x makes the scale NaN.
+    Its arguments are the addresses of the row and of the rounded row to write, and the number of
+    inputs. NaN or infinity in 32 inputs makes their scale NaN.
     """
     lanes = kernel.lanes
     code, (x, to, inputs) = internal(module, "rounding", [POINTER, POINTER, I64])
@@ -140,7 +151,7 @@ def rounding_function(module: ir.Module, kernel: BlockArithmetic) -> ir.Function
 
 
 def _store_numbers(code: Code, kernel: BlockArithmetic, numbers: Sequence[Any], to: Any) -> None:
-    """Generate code that stores 32 rounded inputs (a unit) in the layout that the products read.
+    """Emit LLVM IR that stores 32 rounded inputs (a unit of a rounded row of x) at address `to`.
 
     For pairs (`kernel.count` 2) these are int16 in order. For quads each number is stored as two
     signed bytes, number = 256 * upper + lower: 32 upper bytes, then 32 lower bytes, in the order of
@@ -184,9 +195,14 @@ def add_unit(
     unit: Any,
     totals: list[Any],
 ) -> None:
-    """Generate code that adds the products of a unit to the totals of each row and column.
+    """Emit LLVM IR that adds the products of 32 inputs (a unit) of x and the weight to `totals`.
 
-    Unit `nth` of a GGUF block is unit `unit` of the row.
+    Args:
+        reader: reads a GGUF block of the weight.
+        rows: addresses of the rounded rows of x.
+        places: for each row, the addresses of its scales and of its sums.
+        nth, unit: number of the unit in the GGUF block, and in the row.
+        totals: IR vectors, one for each row and vector of outputs. The list gets the new totals.
     """
     layout, lanes, width = kernel.format, kernel.lanes, len(reader.columns)
     real, zero = ir.VectorType(FLOAT, lanes), filled(ir.VectorType(I32, lanes), 0)
@@ -225,7 +241,7 @@ def _sums_of_run(
     begin: Sequence[Any],
     width: int,
 ) -> list[Any]:
-    """Generate code that multiplies a run of weights by x. Return the sums, of integers.
+    """Emit LLVM IR that multiplies a run of weights by rounded rows of x, in integers.
 
     Args:
         numbers: iterator over the steps, `width` vectors of weights each.
@@ -235,7 +251,7 @@ def _sums_of_run(
         width: number of vectors of weights in a step.
 
     Returns:
-        `width` vectors of sums for each row, those of the first row first.
+        The sums, `width` IR vectors of i32 for each row, the first row's first.
     """
     # Quads have a second sum, of the upper bytes of x, which is multiplied by 256. Pairs have as
     # many sums as hide the latency of an addition. Integer sums are exact in any order.

@@ -18,7 +18,13 @@ from pallas_kernels.cpu.panels import PANEL
 
 
 def columns(panels: jax.Array, outputs: jax.Array, form: str) -> jax.Array:
-    """Return the dequantized weights of outputs [T], which must be in range: float32 [T, I]."""
+    """Dequantize the weights of some outputs of a weight in GGUF blocks: float32 [T, I].
+
+    Args:
+        panels: the weight, uint8 of `blocks.panel_shape`.
+        outputs: int [T] numbers of the outputs, which must be in range.
+        form: name of the GGUF format.
+    """
     # Arithmetic on two constants. Operations for each byte would be most of a model's program.
     start, step = _byte_places(form)
     index = (start + step * (outputs % PANEL)[:, None])[:, None, :]
@@ -41,7 +47,12 @@ def _byte_places(form: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def numbers(rows: jax.Array, form: str) -> jax.Array:
-    """Dequantize rows of GGUF blocks [..., blocks, bytes of a block]: float32 [..., inputs]."""
+    """Dequantize rows of GGUF blocks: float32 [..., inputs].
+
+    Args:
+        rows: uint8 [..., blocks, bytes of a block], with the fields of `BlockFormat.fields`.
+        form: name of the GGUF format.
+    """
     layout = FORMATS[form]
     parts = {
         name: rows[..., place.start : place.start + place.count * place.item]

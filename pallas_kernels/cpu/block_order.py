@@ -30,7 +30,9 @@ _BYTES = {8: 4, 4: 8, 2: 16, 1: 32}
 
 
 def reorder(codes: np.ndarray, bits: int, group: int, result: np.ndarray) -> None:
-    """Write the codes of GGUF blocks to `result` in the order of `blocks.packed`.
+    """Copy the codes of GGUF blocks to `result`, in the order in which the CPU products read them.
+
+    The order is that of `blocks.packed`.
 
     Args:
         codes: uint8 [outputs, blocks, bytes], a part of each GGUF block as in a file. The distance
@@ -65,7 +67,12 @@ def _function(bits: int, group: int) -> tuple[Any, Callable[..., None]]:
 
 
 def module_of(bits: int, group: int) -> ir.Module:
-    """Return a module with order(codes, stride, result, its stride, blocks, groups of a block)."""
+    """Return an LLVM module with the function "order", which reorders the codes of GGUF blocks.
+
+    The codes have `bits` bits, in groups of `group` bytes. The arguments of "order" are the address
+    of the codes, the bytes from one block to the next, the same two of the result, the number of
+    blocks, and the number of groups of a block.
+    """
     module = ir.Module("block_order")
     kind = ir.FunctionType(VOID, [POINTER, I64, POINTER, I64, I64, I64])
     function: Any = ir.Function(module, kind, "order")
@@ -84,7 +91,11 @@ def module_of(bits: int, group: int) -> ir.Module:
 
 
 def _words(code: Code, vector: Any, bits: int, shift: int) -> Any:
-    """Generate code that packs the codes at bit `shift` of each byte in words."""
+    """Emit LLVM IR that takes the code at bit `shift` of each byte, and packs the codes in words.
+
+    `vector` is an IR vector of the bytes of a group, with codes of `bits` bits. Returns the IR
+    vector of the words as i8, in the order of `blocks.packed`.
+    """
     size = vector.type.count
     order = [first + place for first in range(0, size, _BYTES[bits]) for place in _WORD[bits]]
     if bits == 8:

@@ -52,7 +52,10 @@ from pallas_kernels.cpu.panels import PANEL
 
 @dataclass(frozen=True)
 class BlockProduct(BlockArithmetic):
-    """Kernel for a GGUF format. x and sums are float32."""
+    """CPU kernel (generator of LLVM IR) for float32 x times a weight in one GGUF format.
+
+    `form` is the name of the format, and `cpu` the CPU that code is generated for.
+    """
 
     operands = 3
 
@@ -63,7 +66,7 @@ class BlockProduct(BlockArithmetic):
 
     @property
     def tiles(self) -> list[tuple[int, int]]:
-        """Pairs of (rows of a tile, vectors of outputs in a pass) whose sums fit in registers."""
+        """Pairs (rows of x in a tile, vectors of outputs in a pass) whose sums fit in registers."""
         if self.cpu.quads:  # with three sums of each
             return [(8, 1), (4, 2), (2, 2), (1, 2)]
         most = self.cpu.registers * 3 // 8  # with two sums of each
@@ -78,9 +81,10 @@ class BlockProduct(BlockArithmetic):
         return (*buffers, Field(0, 0), Field(1, 0), Field(0, 1), Field(1, 1), Field(4, 1))
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate code that computes the number of parts, and marks all rows of x as not rounded.
+        """Emit LLVM IR that computes the number of parts of a product. Return it, an i64.
 
-        A weight in GGUF blocks takes half the time of a weight in floats.
+        The IR also marks all rows of x as not rounded. A weight in GGUF blocks takes half the time
+        of a weight in floats.
         """
         _, _, counts, _, whole, rows, experts, inputs, panels, between = fields
         with code.loop(const(0), rows) as (row, _):
@@ -88,11 +92,11 @@ class BlockProduct(BlockArithmetic):
         return parts_of(code, (counts, experts, rows), code.ashr(inputs, const(1)), panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that computes part `index` of y, and sets its padding rows to zero.
+        """Emit LLVM IR that computes part `index` of the panels of y, zero in padding rows.
 
-        Each part also rounds rows of x that no other part has
-        rounded yet. Parts start at different rows. Two parts may round the same row, which is
-        faster than waiting.
+        Each part also rounds rows of x that no other part has rounded yet. Parts start at different
+        rows. Two parts may round the same row, which is faster than waiting. `fields` are IR
+        values: the addresses and sizes of the operands and results.
         """
         x, w, counts, y, whole, rows, experts, inputs, panels, between = fields
         outputs = code.mul(panels, const(PANEL))
@@ -125,10 +129,12 @@ class BlockProduct(BlockArithmetic):
 
 
 def _tile(module: ir.Module, kernel: BlockProduct, size: int, width: int) -> ir.Function:
-    """Generate a function (integers of x, panel, y, inputs, between, outputs).
+    """Add a function (x, panel, y, inputs, between, outputs) to a module, and return it.
 
-    It computes y[:size, :PANEL] = x[:size] @ panel. Rows of x are `between` bytes apart, rows of y
-    `outputs` numbers. A pass over the panel computes `width` vectors of outputs.
+    The function computes y[:size, :PANEL] = x[:size] @ panel. The first three arguments are the
+    addresses of rounded rows of x, of a panel of GGUF blocks, and of float32 y. Rows of x are
+    `between` bytes apart, rows of y `outputs` numbers. A pass over the panel computes `width`
+    vectors of outputs.
     """
     layout, lanes = kernel.format, kernel.lanes
     code, arguments = internal(module, f"tile_{size}", [POINTER] * 3 + [I64] * 3)
@@ -164,11 +170,12 @@ def block_product(
     Args:
         x: [T, I], any float of at most 32 bits.
         panels: uint8 of `blocks.panel_shape`. For experts [E, ...].
-        form: name of the GGUF format.
-        num_rows: as in `panel_product`.
+        form: name of the GGUF format, such as "Q4_K".
+        num_rows: i32[] number of rows to multiply. The results of later rows are zero. With experts
+            it is required: i32[E] rows per expert, in order.
 
     Returns:
-        [T, P * PANEL] in float32.
+        [T, P * PANEL] in float32, for P panels.
 
     Raises:
         ValueError: names the wrong argument and the allowed values.
@@ -179,7 +186,13 @@ def block_product(
 def run(
     kernel: BlockProduct, x: jax.Array, panels: jax.Array, num_rows: jax.Array | None = None
 ) -> jax.Array:
-    """Compute `block_product` with `kernel`: float32 [T, P * PANEL]."""
+    """Compute `block_product` with a given kernel: float32 [T, P * PANEL] for P panels.
+
+    x, `panels` and `num_rows` are as in `block_product`.
+
+    Raises:
+        ValueError: `panels` or `num_rows` has a wrong shape or dtype.
+    """
     layout, inputs = kernel.format, x.shape[1]
     shape = (inputs // layout.size, PANEL * layout.num_bytes)
     has_shape = panels.ndim in (3, 4) and panels.shape[-2:] == shape and panels.dtype == np.uint8

@@ -32,7 +32,10 @@ SIGN = 128  # added to codes of 8 bits to make them unsigned
 
 
 def inputs_of_steps(layout: BlockFormat, count: int) -> list[list[int]]:
-    """Return the 2 or 4 inputs that each step of a unit multiplies, in the order of the lanes."""
+    """Return which inputs of a unit (32 inputs of a GGUF block) each product step multiplies.
+
+    Each item is a list of `count` (2 or 4) inputs, in the order of the lanes.
+    """
     if count == 2:
         return [[first, first + 1] for first in range(0, UNIT, 2)]
     in_word = WORD // layout.low
@@ -48,9 +51,9 @@ def inputs_of_steps(layout: BlockFormat, count: int) -> list[list[int]]:
 
 
 class BlockReader:
-    """Generator of code that reads some columns of a GGUF block in a panel.
+    """Generator of LLVM IR that reads a GGUF block of some outputs from a panel.
 
-    `count` is the number of inputs in a word of numbers, 2 or 4.
+    The IR that loads the scale and minimum of the block is emitted at once.
     """
 
     def __init__(
@@ -87,10 +90,13 @@ class BlockReader:
         return code.bitcast(bits, ir.VectorType(FLOAT, self.lanes))
 
     def scales(self, unit: Any, run: int) -> tuple[list[Any], list[Any]]:
-        """Generate code that loads the scales of a run of a unit. Return the scales and the minima.
+        """Emit LLVM IR that loads the scales and minima of a run (inputs that share a scale).
 
-        Both are lists with a vector per column. The list of minima is empty if the format has no
-        minimum.
+        The run is run `run` of unit `unit` (32 inputs) of the GGUF block.
+
+        Returns:
+            Two lists, of scales and of minima, with an IR vector for each vector of outputs. The
+            list of minima is empty if the format has no minimum.
         """
         if not self.format.scaled:
             return self._whole, self._least
@@ -112,9 +118,10 @@ class BlockReader:
         return scales, [code.fneg(code.fmul(least, factor)) for least, factor in pairs]
 
     def numbers(self, unit: Any) -> Iterator[list[Any]]:
-        """Generate code that unpacks a unit. Yield the vectors of all columns for each step.
+        """Emit LLVM IR that unpacks the codes of a unit (32 inputs) to integers, without scales.
 
-        The steps are in the order of `inputs_of_steps`.
+        Yields for each step of `inputs_of_steps` a list with an IR vector of words for each vector
+        of outputs. A word holds the numbers of 2 or 4 inputs.
         """
         code, layout = self._code, self.format
         steps = inputs_of_steps(layout, self.count)
@@ -173,7 +180,11 @@ class BlockReader:
         return code.and_(code.bitcast(moved, words.type), filled(words.type, ones * 0x01010101))
 
     def prefetch(self, unit: Any) -> None:
-        """Generate code that prefetches as many cache lines of the panel as a unit has."""
+        """Emit LLVM IR that prefetches as many bytes of the panel as a unit (32 inputs) has.
+
+        The bytes are at fixed distances after the unit's. Codes of 8 bits in quads are not
+        prefetched.
+        """
         code, layout = self._code, self.format
         if self.count == 4 and layout.low == 8:
             return
@@ -192,11 +203,11 @@ def _shifted(code: Code, words: Any, right: int) -> Any:
 
 
 def _looked_up(code: Code, words: Any, numbers: Sequence[int], cpu: Host) -> Any:
-    """Generate code that replaces 4-bit codes, two in each word, by the numbers of a table.
+    """Emit LLVM IR that replaces 4-bit codes by the numbers of a table. Return the IR vector.
 
-    One instruction (pshufb) looks up every byte. The bytes above the codes are 0, and the first
-    number of the table is 0 too. Without that instruction, the code adds the differences of
-    consecutive numbers up to the code.
+    The codes are bytes, two or four in a word. One instruction (pshufb) looks up every byte. The
+    other bytes are 0, and the first number of the table is 0 too. Without that instruction, the IR
+    adds the differences of consecutive numbers up to the code, for two codes in a word.
     """
     if cpu.pairs and cpu.vector_bytes in _LOOK_UP:
         size = cpu.vector_bytes

@@ -34,7 +34,7 @@ UNIT = 32  # inputs whose codes and own fields are stored together in a panel
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format of GGUF blocks."""
+    """Quantization format of GGUF: how a block of `size` inputs of one output is stored."""
 
     name: str  # the name in llama.cpp
     size: int  # inputs of a block
@@ -54,12 +54,12 @@ class BlockFormat:
 
     @property
     def runs(self) -> int:
-        """Number of runs in a block."""
+        """Number of runs (inputs that share a scale) in a GGUF block."""
         return self.size // self.run
 
     @property
     def fields(self) -> Mapping[str, FieldPlace]:
-        """Places of the fields of a block of one output, by name, in the stored order."""
+        """Mapping from field names (scale, codes etc.) to places in a GGUF block of one output."""
         counts = {
             "scale": (1, 1 if self.is_power else 2),
             "minimum": (int(self.has_minimum), 2),
@@ -78,15 +78,16 @@ class BlockFormat:
 
     @property
     def units(self) -> int:
-        """Number of units in a block."""
+        """Number of units (of 32 inputs) in a GGUF block."""
         return self.size // UNIT
 
     @property
     def in_panel(self) -> Mapping[str, PanelPlace]:
-        """Places of the fields in a block of a panel: fields of the block first, then its units.
+        """Mapping from field names of a GGUF block to the fields' places in a panel.
 
-        A product reads a panel from beginning to end. With separate streams of codes, high bits and
-        scales, some formats were read at half the speed of the memory.
+        Fields of the whole block come first, then its units. A product reads a panel from beginning
+        to end. With separate streams of codes, high bits and scales, some formats were read at half
+        the speed of the memory.
         """
         of_block, of_unit = (
             {name: place for name, place in self.fields.items() if (name in OF_BLOCK) is is_block}
@@ -106,7 +107,7 @@ class BlockFormat:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a block of one output."""
+        """Bytes of a GGUF block of one output."""
         last = list(self.fields.values())[-1]
         return last.start + last.count * last.item
 
@@ -115,7 +116,10 @@ OF_BLOCK = ("scale", "minimum")  # fields that a block has once
 
 
 class FieldPlace(NamedTuple):
-    """Place of a field in a block of one output: `count` items of `item` bytes from `start` on."""
+    """Place of a field in a GGUF block of one output.
+
+    The field has `count` items of `item` bytes, from byte `start` on.
+    """
 
     start: int
     count: int
@@ -123,14 +127,15 @@ class FieldPlace(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of bytes of the field in one block."""
+        """Number of bytes of the field in one GGUF block."""
         return self.count * self.item
 
 
 class PanelPlace(NamedTuple):
-    """Place of a field in a block of a panel, in bytes per output.
+    """Place of a field of a GGUF block in a panel, in bytes per output.
 
-    Each item is stored for all outputs consecutively, so it begins at PANEL times its place.
+    A panel stores each item for all PANEL outputs consecutively, so the item begins at PANEL times
+    its place.
     """
 
     first: int  # start of the units, or of a field that a block has once
@@ -141,9 +146,9 @@ class PanelPlace(NamedTuple):
     item: int  # bytes of an item
 
     def items_of(self, panels: np.ndarray) -> np.ndarray:
-        """Return a view of the field's items in panels uint8 [..., bytes].
+        """Return a view of the field's items in panels of GGUF blocks, uint8 [..., bytes].
 
-        The items are unsigned integers, [..., units, count, PANEL].
+        The view has unsigned integers of `item` bytes, [..., units, count, PANEL].
         """
         before = panels.shape[:-1]
         whole = panels[..., PANEL * self.first : PANEL * (self.first + self.units * self.size)]
@@ -181,20 +186,23 @@ FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
 
 
 def panel_shape(form: str, inputs: int, outputs: int) -> tuple[int, int, int]:
-    """Return the shape of the panels of a weight in GGUF blocks: uint8 [panels, blocks, bytes]."""
+    """Return the shape of the uint8 panels of a weight in GGUF blocks: (panels, blocks, bytes).
+
+    Args:
+        form: name of the GGUF format.
+        inputs, outputs: sizes of the weight.
+    """
     layout = FORMATS[form]
     return -(-outputs // PANEL), inputs // layout.size, PANEL * layout.num_bytes
 
 
 def in_panels(rows: np.ndarray, form: str, panels: np.ndarray) -> None:
-    """Copy rows of GGUF blocks, uint8 [outputs, blocks, bytes of a block], to panels.
-
-    Outputs beyond the last row become zero.
+    """Copy a weight in GGUF blocks to panels. Outputs beyond the last row become zero.
 
     Args:
-        rows: blocks with the fields of `BlockFormat.fields`.
-        form: name of the format.
-        panels: of `panel_shape`, to be filled.
+        rows: uint8 [outputs, blocks, bytes of a block] with the fields of `BlockFormat.fields`.
+        form: name of the GGUF format.
+        panels: uint8 array of `panel_shape`, to be filled.
     """
     outputs = len(rows)
     layout = FORMATS[form]
@@ -215,9 +223,9 @@ def format_of(form: str, inputs: int, scales: jax.Array, zeros: jax.Array | None
     """Return the GGUF format that holds a quantized weight exactly: "Q4_1", "Q8_0" or None.
 
     Args:
-        form: form of the codes, see ``pallas_kernels.quantized_matmul``.
+        form: form of the codes, "int8", "fp8" or "int4".
         inputs: inputs of the weight.
-        scales: [..., groups, O].
+        scales: [..., groups, O] scales.
         zeros: zero points or minima, or None.
     """
     if scales.dtype != np.float16 or inputs != 32 * scales.shape[-2]:
@@ -231,12 +239,12 @@ def format_of(form: str, inputs: int, scales: jax.Array, zeros: jax.Array | None
 def rows_of_codes(
     values: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None
 ) -> np.ndarray:
-    """Convert a quantized weight to rows of Q4_1 blocks, or of Q8_0 blocks without minima.
+    """Convert a quantized weight [I, O] to GGUF blocks: Q4_1 with minima, else Q8_0.
 
     The numbers stay the same. Returns uint8 [outputs, blocks, bytes of a block].
 
     Args:
-        values: uint8 [I / 2, O] or int8 [I, O], see ``pallas_kernels.quantized_matmul``.
+        values: codes, int8 [I, O], or uint8 [I / 2, O] of two int4 codes each (with minima).
         scales: float16 [I / 32, O].
         minima: float16 [I / 32, O], or None.
     """
@@ -250,7 +258,10 @@ def rows_of_codes(
 
 
 def unpacked(field: np.ndarray, bits: int) -> np.ndarray:
-    """Unpack codes from words, uint8 [..., bytes], to uint8 [..., inputs]: inverse of `packed`."""
+    """Unpack codes of `bits` bits from words, uint8 [..., bytes]: uint8 [..., inputs].
+
+    This is the inverse of `packed`.
+    """
     halves = np.ascontiguousarray(field).view(np.uint16)
     halves = halves.reshape(*halves.shape[:-1], -1, 1, 2)
     shifts = np.arange(0, 16, bits, dtype=np.uint16)[:, None]
@@ -259,7 +270,7 @@ def unpacked(field: np.ndarray, bits: int) -> np.ndarray:
 
 
 def packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Pack codes uint8 [..., inputs] into words: uint8 [..., bytes].
+    """Pack codes of `bits` bits, uint8 [..., inputs], into words of 32 bits: uint8 [..., bytes].
 
     Of each word, even inputs are in the lower half and odd inputs in the upper half.
     """

@@ -48,7 +48,7 @@ PAGES_FARTHER = 2  # a line further on is prefetched for its address translation
 
 @dataclass(frozen=True)
 class PagedDecode(PagedKernel):
-    """Kernel for rows of one query.
+    """CPU kernel (generator of LLVM IR) for attention of rows of one query over the paged KV cache.
 
     Its operands are q, k, v, page_table, kv_len, sinks, window, numbers, and the scales of int8
     pages.
@@ -77,9 +77,11 @@ class PagedDecode(PagedKernel):
         return code.smaller_int(code.smaller_int(parts, const(MOST_PARTS)), code.mul(rows, heads))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that computes the (row, kv head) pairs that begin in part `index`.
+        """Emit LLVM IR that computes attention of the (row, kv head) pairs of part `index`.
 
-        A part is an equal share of the tokens of all pairs and of TOKENS_OF_A_PAIR for each pair.
+        A part is an equal share of the tokens of all pairs and of TOKENS_OF_A_PAIR for each pair. A
+        pair belongs to the part in which it begins. `fields` are IR values: the addresses and sizes
+        of the operands and results.
         """
         q, k, v, table, _, sinks, _, numbers, *rest = fields
         *rest, out, rows, columns, pages, heads, _ = rest
@@ -172,10 +174,10 @@ def _total(code: Code, kernel: PagedDecode, fields: Sequence[Any]) -> Any:
 
 
 class _Pair(PagedCode):
-    """Generator of the function that computes one (row, kv head) pair."""
+    """Generator of the LLVM function that computes decode attention of one (row, kv head) pair."""
 
     def __init__(self, kernel: PagedDecode) -> None:
-        """Choose the sizes of vectors and squares for a kernel on this host."""
+        """Choose the sizes of vectors and of transposed squares for a kernel on this host."""
         super().__init__(kernel)
         self.vectors = self.H // self.lanes
         size = element_bytes(self.stored)
@@ -191,12 +193,12 @@ class _Pair(PagedCode):
         self.farther = self.ahead + PAGES_FARTHER
 
     def function(self, module: ir.Module) -> ir.Function:
-        """Generate the function "pair" and return it.
+        """Add the LLVM function "pair", attention of a (row, kv head) pair, to a module. Return it.
 
         Its arguments are q, k, v, table, sinks, numbers, out, next entry, next k, first, stop,
         stride, pages, and for int8 pages the scales of keys and of values. The addresses point to
-        the row and head. The next entry of the page table and the next k give the address of the
-        first page of the next pair.
+        the row and head. The row sees the positions [first, stop). The next entry of the page table
+        and the next k give the address of the first page of the next pair.
         """
         scales = [POINTER] * (2 * self.kernel.is_scaled)
         code, arguments = internal(module, "pair", [POINTER] * 9 + [I64] * 4 + scales)
@@ -221,9 +223,9 @@ class _Pair(PagedCode):
         return code.function
 
     def _begin(self, code: Code, q: Any, factor: Any, sinks: Any) -> None:
-        """Generate code that scales the queries and starts the softmax with the sinks alone.
+        """Emit LLVM IR that scales the queries by `factor`, and starts the softmax with the sinks.
 
-        An absent sink is -inf. Sums begin at zero.
+        `q` and `sinks` are addresses. An absent sink is -inf. The sums of the values begin at zero.
         """
         factor = code.splat(factor, self.lanes)
         with code.loop(const(0), const(self.G * self.H), self.lanes) as (index, _):
@@ -288,7 +290,11 @@ class _Pair(PagedCode):
         return self.numbers(code, code.read_vector(address, place, self.stored, self.lanes))
 
     def _scores(self, code: Code, block: Any, begin: Any, end: Any) -> None:
-        """Generate code that multiplies the queries by a block's keys, and stores the scores."""
+        """Emit LLVM IR that multiplies the queries by keys, and stores the scores.
+
+        The keys are of the positions [begin, end) in the block of tokens that begins at `block`.
+        The IR also prefetches pages.
+        """
         first, after = self._pages(code, begin, end)
         step = self.squares * self.tokens
         with code.loop(first, after) as (page, _):
@@ -317,13 +323,20 @@ class _Pair(PagedCode):
                         code.write_vector(vector, self.scores, to)
 
     def _products(self, code: Code, keys: Any, ahead: Any, token: Any, queries: range) -> list[Any]:
-        """Generate code that multiplies queries by the keys of `squares` squares.
+        """Emit LLVM IR that multiplies some queries by the keys of a few tokens, from `token` on.
 
-        A square holds words of the keys. After transposition a vector has the same word of all
-        tokens.
+        Keys are read and transposed in squares: `tokens` tokens times as many words of a key as a
+        vector has lanes. After transposition a vector has the same word of all tokens.
+
+        Args:
+            code: builder of the IR.
+            keys: address of the page's keys.
+            ahead: address of the page to prefetch.
+            token: number of the first token in the page.
+            queries: numbers of the queries.
 
         Returns:
-            A vector with the scores of a square's tokens, for each square and query.
+            An IR vector with the scores of a square's tokens, for each square and query.
         """
         zero = filled(ir.VectorType(self.real, self.lanes), 0.0)
         sums = [zero] * (self.squares * len(queries))
@@ -372,9 +385,10 @@ class _Pair(PagedCode):
         return self.numbers(code, code.bitcast(words, stored))
 
     def _softmax(self, code: Code, begin: Any, end: Any) -> None:
-        """Generate code that replaces the scores [begin, end) of a block by softmax weights.
+        """Emit LLVM IR that turns scores [begin, end) of a block of tokens into softmax weights.
 
-        Other scores become zero, or are not read.
+        It also updates the maxima and totals of the online softmax, and stores the factors
+        `shrinks` for the sums so far. Scores outside [begin, end) become zero, or are not read.
         """
         kind = ir.VectorType(self.real, self.width)
         nothing, zero = filled(kind, -math.inf), filled(kind, 0.0)
@@ -413,11 +427,12 @@ class _Pair(PagedCode):
             code.store(total, code.at(self.totals, g, self.real))
 
     def _values(self, code: Code, block: Any, begin: Any, end: Any) -> None:
-        """Generate code that adds the values of a block, each times its weight, to the sums.
+        """Emit LLVM IR that adds the values of a block of tokens, times their weights, to the sums.
 
-        The code first rescales the attention sums of earlier blocks by `shrinks`.
+        The IR first rescales the attention sums of earlier blocks by `shrinks`.
 
         Args:
+            code: builder of the IR.
             block: position of the first token of the block.
             begin, end: positions [begin, end) of the tokens to add.
         """

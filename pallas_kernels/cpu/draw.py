@@ -31,7 +31,10 @@ WORK_OF_A_COLUMN = 64  # cost of a column relative to reading a number, which `p
 
 @dataclass(frozen=True)
 class Draw(RowKernel):
-    """Kernel for logits of a dtype, "float32" or "float64"."""
+    """CPU kernel (generator of LLVM IR) that samples a token for each row of logits.
+
+    `dtype` is the dtype of the logits, "float32" or "float64".
+    """
 
     operands = 9
 
@@ -48,7 +51,11 @@ class Draw(RowKernel):
         return self.parts_of(code, rows, code.mul(columns, const(WORK_OF_A_COLUMN)))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that draws the tokens of the rows of part `index`."""
+        """Emit LLVM IR that samples the tokens of the rows of part `index`, and stores them.
+
+        A row with temperature 0 gets its argmax. `fields` are IR values: the addresses and sizes of
+        the operands and results.
+        """
         greedy, temperature, tokens, rows = fields[2], fields[3], fields[-4], fields[-2]
         least = code.room(self.bits)
         begin, end = part_bounds(code, rows, index, parts)
@@ -60,16 +67,16 @@ class Draw(RowKernel):
 
     @property
     def real(self) -> ir.Type:
-        """LLVM type of logits."""
+        """LLVM type of the logits: float or double."""
         return float_type(self.sums)
 
     @property
     def bits(self) -> Any:
-        """LLVM integer type of the bits of a logit."""
+        """LLVM integer type with as many bits as a logit."""
         return ir.IntType(8 * element_bytes(self.real))
 
     def keys(self, code: Code, x: Any) -> Any:
-        """Generate code that converts numbers to unsigned integers of the same order."""
+        """Emit LLVM IR that maps floats to unsigned integers of the same order. Return them."""
         kind = ir.VectorType(self.bits, x.type.count)
         raw = code.bitcast(x, kind)
         is_negative = code.icmp_signed("<", raw, filled(kind, 0))
@@ -78,14 +85,15 @@ class Draw(RowKernel):
 
 
 class _RowDraw:
-    """Generator of the code that draws the token of one row."""
+    """Generator of the LLVM IR that samples the token of one row of logits."""
 
     def __init__(
         self, kernel: Draw, code: Code, fields: Sequence[Any], row: Any, least: Any
     ) -> None:
-        """Generate code that reads the settings of the row.
+        """Emit LLVM IR that reads the sampling settings of row `row`.
 
-        `least` is the address of the least key that stays.
+        A key is an unsigned integer in the order of the logits. `least` is the address of the least
+        key whose token can be drawn.
         """
         self.kernel, self.code, self.row, self.least = kernel, code, row, least
         logits, highest, _, *settings, tokens, probs, _, self.columns = fields
@@ -152,10 +160,15 @@ class _RowDraw:
         return filled(ir.VectorType(self.kernel.real, lanes), 1.0)
 
     def _raise_least(self, mass: Vectors, target: Any) -> None:
-        """Generate code that raises the least key to the greatest t with mass(keys >= t) >= target.
+        """Emit LLVM IR that raises the least key to the greatest t with mass(keys >= t) >= target.
 
-        The least key never decreases. The search sets the bits of t from the highest to the lowest,
-        so it is exact and needs no sort.
+        A key is an unsigned integer in the order of the logits. Tokens below the least key cannot
+        be drawn. The least key never decreases. The search sets the bits of t from the highest to
+        the lowest, so it is exact and needs no sort.
+
+        Args:
+            mass: function that emits IR for the mass of tokens, such as their probabilities.
+            target: IR value of the mass to keep.
         """
         code, kernel = self.code, self.kernel
         none, unit = ir.Constant(kernel.bits, 0), ir.Constant(kernel.bits, 1)
@@ -178,9 +191,10 @@ class _RowDraw:
         code.store(code.select(is_more, greatest[0], least), self.least)
 
     def _token(self) -> Any:
-        """Generate code that finds the token at which the cumulative mass passes u * total.
+        """Emit LLVM IR that draws a token of the row by its probability. Return the token, an i32.
 
-        This is inverse transform sampling with the row's random number u, in two levels of sums.
+        It is the token at which the cumulative probability passes u * total, for the row's random
+        number u (inverse transform sampling), in two levels of sums.
         """
         code, real = self.code, self.kernel.real
         zero = ir.Constant(real, 0.0)
@@ -234,7 +248,10 @@ class _RowDraw:
         return self._widened(code.fsub(number, ir.Constant(SETTING, 1.0)))
 
     def _threefry(self, key: Sequence[Any], count: Sequence[Any]) -> list[Any]:
-        """Generate code that computes Threefry-2x32 with 20 rounds (Salmon et al., SC 2011)."""
+        """Emit LLVM IR that computes Threefry-2x32 with 20 rounds (Salmon et al., SC 2011).
+
+        `key` and `count` are two i32 words each. Returns two i32 words, the random bits.
+        """
         code = self.code
         words = [*key, code.xor(code.xor(*key), ir.Constant(I32, PARITY))]
         x, y = code.add(count[0], words[0]), code.add(count[1], words[1])
@@ -249,9 +266,10 @@ class _RowDraw:
 
 
 def draw(logits: jax.Array, *others: jax.Array) -> jax.Array:
-    """Sample a token for each row on CPU: i32[R].
+    """Sample a token for each row of logits [R,V] with the CPU kernel: i32[R].
 
-    The other arrays are highest, greedy, temperature, min_p, top_k, top_p, seed and position.
+    The `others` are highest, greedy, temperature, min_p, top_k, top_p, seed and position, as in
+    ``pallas_kernels.draw`` and `DrawSettings`.
     """
     tokens = jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32)
     probs = jax.ShapeDtypeStruct(logits.shape, logits.dtype)

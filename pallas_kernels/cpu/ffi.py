@@ -28,7 +28,7 @@ _REGISTRATION = Lock()
 
 @dataclass(frozen=True)
 class Host:
-    """CPU that code is generated for."""
+    """CPU that kernels are compiled for: its LLVM name, its vector registers and instructions."""
 
     name: str  # name of the CPU in LLVM
     features: str  # list of its features in LLVM
@@ -43,13 +43,13 @@ class Host:
 
     @property
     def vectors(self) -> str:
-        """Number and bytes of its vector registers, for the names of kernels."""
+        """Number and bytes of the vector registers, such as "32x64", for the names of kernels."""
         return f"{self.registers}x{self.vector_bytes}"
 
 
 @cache
 def host() -> Host:
-    """Return the CPU of this machine. Only the first call reads its features, which is slow."""
+    """Return the `Host` of this machine. Only the first call reads the CPU's features."""
     features = llvm.get_host_cpu_features()
     if features.get("avx512f"):
         size, registers = 64, 32
@@ -64,17 +64,22 @@ def host() -> Host:
 
 
 def compiled(module: ir.Module, cpu: Host) -> llvm.ExecutionEngine:
-    """Compile and load a module. The code lives as long as the returned engine."""
+    """Compile an LLVM module for a CPU, and load the code. Return the engine.
+
+    Functions are found by name in the engine. The code lives as long as the engine.
+    """
     return loaded(machine_code(module, cpu))
 
 
 def machine_code(module: ir.Module, cpu: Host, thorough: bool = False) -> bytes:
-    """Compile a module to an object file.
+    """Compile an LLVM module for a CPU to machine code: the bytes of an object file.
 
     Most generators write vectors and unrolled loops themselves. For them it is enough to simplify
     each function, as LLVM's first level does, which takes half the time of the second level.
 
     Args:
+        module: the LLVM module.
+        cpu: the CPU.
         thorough: use the second level, which also unrolls loops.
     """
     machine = _machine(cpu)
@@ -94,7 +99,10 @@ def machine_code(module: ir.Module, cpu: Host, thorough: bool = False) -> bytes:
 
 
 def loaded(code: bytes) -> llvm.ExecutionEngine:
-    """Load the result of `machine_code` for this host. Return the engine that holds the code."""
+    """Load the result of `machine_code` for this host. Return the engine that holds the code.
+
+    The code lives as long as the engine.
+    """
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(host()))
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -109,14 +117,14 @@ def _machine(cpu: Host) -> llvm.TargetMachine:
 
 
 class KernelCodes(Protocol):
-    """Store of machine code by kernel name, for later processes."""
+    """Store of the machine code of kernels by name, which later processes load."""
 
     def get(self, name: str) -> bytes | None:
-        """Return the machine code of a kernel for a host like this one, or None."""
+        """Return the stored machine code of a kernel for a host like this one, or None."""
         ...
 
     def keep(self, name: str, code: bytes) -> None:
-        """Store the machine code of a kernel, unless it is stored already."""
+        """Store the machine code of a kernel under its name, unless it is stored already."""
         ...
 
 
@@ -125,10 +133,10 @@ _KEPT: ContextVar[KernelCodes | None] = ContextVar("kept", default=None)
 
 @contextmanager
 def kernels_from(store: KernelCodes) -> Generator[None]:
-    """Let the programs that this thread traces in the `with` block load kernels from a store.
+    """Use a store of compiled CPU kernels for programs that this thread traces in the `with` block.
 
-    Kernels that the store lacks are compiled and added to it. The code runs unchecked, so its
-    source must be trusted.
+    Kernels in the store are loaded instead of compiled. Other kernels are compiled and added to the
+    store. The code runs unchecked, so its source must be trusted.
     """
     before = _KEPT.set(store)
     try:
@@ -138,11 +146,14 @@ def kernels_from(store: KernelCodes) -> Generator[None]:
 
 
 def registered(kernel: Kernel, thorough: bool = False) -> str:
-    """Return the name of a kernel in XLA. The first call loads or compiles it and registers it.
+    """Register a kernel as an operation of XLA, once per process. Return the operation's name.
 
-    The machine code comes from the store of `kernels_from`, if the store has it.
+    The first call loads the machine code from the store of `kernels_from`, if the store has it, or
+    compiles the kernel. The code depends on how many devices of a mesh share this process's
+    threads.
 
     Args:
+        kernel: the kernel.
         thorough: as in `machine_code`.
     """
     sharers = _devices_at_work()
@@ -164,10 +175,13 @@ def _devices_at_work() -> int:
 
 
 def restore(kernels: Mapping[str, bytes]) -> None:
-    """Register kernels in XLA from their machine code by name, as `code_of` returned it.
+    """Register kernels as operations of XLA from machine code that `code_of` returned.
 
     The code must be for a host like this one. Kernels that are registered already stay. The code
     runs unchecked, so its source must be trusted.
+
+    Args:
+        kernels: machine code by name of the kernel.
 
     Raises:
         ValueError: a name is not the name of a kernel, or its code lacks the kernel.
@@ -179,7 +193,7 @@ def restore(kernels: Mapping[str, bytes]) -> None:
 
 
 def code_of(name: str) -> bytes:
-    """Return the machine code of a registered kernel.
+    """Return the machine code (an object file) of a registered kernel, by its name in XLA.
 
     Raises:
         KeyError: no kernel has this name.

@@ -31,9 +31,10 @@ WORK_OF_A_NUMBER = 16  # cost of a number relative to reading one, which `parts_
 
 @dataclass(frozen=True)
 class Gated(RowKernel):
-    """Kernel for activation(gate) * up of "float64", "float32" or "bfloat16" in memory.
+    """CPU kernel (generator of LLVM IR) for activation(gate) * up of a gated MLP.
 
-    The computation is in float32 or wider.
+    Gate and up are "float64", "float32" or "bfloat16" (`dtype`) in memory. The computation is in
+    float32 or wider.
     """
 
     activation: Activation
@@ -57,7 +58,10 @@ class Gated(RowKernel):
         return self.parts_of(code, rows, code.mul(size, const(WORK_OF_A_NUMBER)))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that computes the rows of part `index`."""
+        """Emit LLVM IR that computes activation(gate) * up for the rows of part `index`.
+
+        `fields` are IR values: the addresses and sizes of the operands and results.
+        """
         gates, results, rows, size = fields
         stored, written = stored_type(self.dtype), stored_type(self.result)
         begin, end = part_bounds(code, rows, index, parts)
@@ -97,7 +101,10 @@ class Gated(RowKernel):
 
 
 def gated(x: jax.Array, activation: Activation, dtype: jnp.dtype) -> jax.Array:
-    """Compute activation(gate) * up on CPU: [T,F] of `dtype`."""
+    """Compute activation(gate) * up for x [T,2,F] with the CPU kernel: [T,F] of `dtype`.
+
+    x has `dtype`, or float32 or wider. Gate and up are rounded to `dtype` first.
+    """
     kernel = Gated(np.dtype(x.dtype).name, activation, dtype.name)
     shape = jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), dtype)
     return jax.ffi.ffi_call(registered(kernel), shape)(x)

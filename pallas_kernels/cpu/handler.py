@@ -33,19 +33,19 @@ BUSY, LEFT, DONE, FIELDS = 0, 8, 16, 24
 
 @dataclass(frozen=True)
 class Field:
-    """An argument of a kernel: the address of an operand or result, or one of its sizes."""
+    """Argument of a kernel's functions: the address of an operand or result, or one size of it."""
 
     buffer: int  # number of the operand. Results follow the operands.
     size: int | None = None  # dimension whose size is passed as an i64. None passes the address.
 
 
 class Kernel(Protocol):
-    """Generator of the code of an operation.
+    """Generator of the LLVM IR of an operation of XLA on CPU, whose work is divided in parts.
 
     Attributes:
         name: the name of the operation, which determines the code.
         operands: number of operands. Later buffers are results.
-        fields: arguments of its two functions, pointers and i64s.
+        fields: arguments of `parts` and `part`, which become IR values: pointers and i64s.
     """
 
     @property
@@ -56,23 +56,39 @@ class Kernel(Protocol):
     def fields(self) -> Sequence[Field]: ...
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
-        """Generate code that computes the number of parts of the work, an i64 of at least 1."""
+        """Emit LLVM IR that computes the number of parts of the work. Return it, an i64 >= 1.
+
+        `fields` are IR values: the addresses and sizes of the operands and results.
+        """
         ...
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that computes part `index` of `parts`."""
+        """Emit LLVM IR that computes part `index` of `parts`, and stores its results.
+
+        `index` and `parts` are i64 IR values, and `fields` the addresses and sizes of the operands
+        and results.
+        """
         ...
 
 
 def part_bounds(code: Code, total: Any, index: Any, parts: Any) -> tuple[Any, Any]:
-    """Generate code that computes begin and end of part `index` of `total`, divided evenly."""
+    """Emit LLVM IR that computes the begin and end of part `index` of `total` items.
+
+    `total` is divided evenly in `parts` parts. All are i64 IR values. Returns (begin, end).
+    """
     after = code.add(index, const(1))
     begin, end = (code.sdiv(code.mul(total, nth), parts) for nth in (index, after))
     return begin, end
 
 
 def module_of(kernel: Kernel, name: str, sharers: int) -> ir.Module:
-    """Return a module with the handler `name`, for `sharers` devices that share the threads."""
+    """Return an LLVM module with the handler of a kernel, which XLA calls to run the operation.
+
+    Args:
+        kernel: generator of the code.
+        name: name of the handler and of the module.
+        sharers: number of devices that share the threads of the process.
+    """
     module = ir.Module(name)
     words = ir.ArrayType(I64, JOBS * JOB_WORDS)
     jobs = ir.GlobalVariable(module, words, "jobs")
@@ -100,10 +116,15 @@ def _work_function(module: ir.Module, kernel: Kernel) -> ir.Function:
 
 
 def _take_function(module: ir.Module, work: ir.Function) -> ir.Function:
-    """Generate the function take(job), which computes parts, last to first, until all are taken.
+    """Add the LLVM function take(job) to a module, and return it.
 
-    A thread may take from the job of a call that has ended. It then finds no part left, or helps
-    the next call in the same place: only the count of parts left decides.
+    The function computes parts of the job's work, last to first, until all parts are taken. A
+    thread may take from the job of a call that has ended. It then finds no part left, or helps the
+    next call in the same place: only the count of parts left decides.
+
+    Args:
+        module: the module.
+        work: the function that computes a part.
     """
     code, (job,) = internal(module, "take", [POINTER])
     again, do, end = (code.function.append_basic_block() for _ in range(3))
@@ -130,10 +151,18 @@ def _handler(
     take: ir.Function,
     sharers: int,
 ) -> None:
-    """Generate the handler, which XLA calls with a call frame.
+    """Add the handler of a kernel to a module, the function that XLA calls with a call frame.
 
     It answers a request for metadata with the version. Otherwise it reads the fields from the
     frame. It computes a single part itself, and shares several parts with helpers.
+
+    Args:
+        module: the module, whose name the handler has.
+        kernel: the kernel.
+        jobs, cursor: global variables: the jobs, and the number of the next job to try.
+        work: function that computes a part.
+        take: function take(job) of the helpers.
+        sharers: number of devices that share the threads of the process.
     """
     function = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), module.name)
     code = Code(function)
@@ -201,7 +230,11 @@ def _wait(code: Code, unfinished: Any) -> None:
 
 
 def _acquire(code: Code, jobs: Any, cursor: Any) -> Any:
-    """Generate code that finds a job without a call. There are more jobs than threads."""
+    """Emit LLVM IR that reserves a job (the state that a call shares with its helpers).
+
+    It takes a job that no other call uses. There are more jobs than threads. Returns the address of
+    the job.
+    """
     place = code.room(POINTER)
 
     def taken() -> Any:
@@ -219,9 +252,10 @@ def _acquire(code: Code, jobs: Any, cursor: Any) -> Any:
 def _schedule_helpers(
     code: Code, api: Any, context: Any, take: Any, job: Any, parts: Any, sharers: int
 ) -> None:
-    """Generate code that schedules `take(job)` on this device's threads.
+    """Emit LLVM IR that schedules the task `take(job)` on threads of XLA's pool, as helpers.
 
-    It schedules one task fewer than the threads that can find a part.
+    The number of tasks is one less than the number of `parts`, or than this device's threads if
+    there are fewer.
     """
     null = ir.Constant(POINTER, None)
     kind = ir.FunctionType(POINTER, [POINTER])

@@ -21,12 +21,12 @@ PIECE = 16  # lanes move fastest within this many bytes of a vector
 
 
 def const(value: int) -> ir.Constant:
-    """Return an i64 constant."""
+    """Return `value` as an LLVM constant of type i64."""
     return ir.Constant(I64, value)
 
 
 class _BFloat(ir.Type):
-    """The type bfloat of LLVM, which llvmlite lacks."""
+    """The LLVM type bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -39,7 +39,7 @@ class _BFloat(ir.Type):
 
 
 class Code(ir.IRBuilder):
-    """An `ir.IRBuilder` for one function, with methods for loops and vectors."""
+    """An `ir.IRBuilder` (LLVM IR builder) for one function, with methods for loops and vectors."""
 
     def __init__(self, function: ir.Function) -> None:
         super().__init__(function.append_basic_block())
@@ -48,11 +48,13 @@ class Code(ir.IRBuilder):
     def loop(
         self, start: Any, stop: Any, step: int = 1, carry: Sequence[Any] = ()
     ) -> Iterator[tuple[Any, list[Any]]]:
-        """Generate a loop from `start` to before `stop` (i64s). The body is the `with` block.
+        """Emit an LLVM loop over an i64 index from `start` to before `stop`, in steps of `step`.
+
+        The `with` block emits the body.
 
         Yields:
-            The index, and a list of the carried values. The body replaces the items by the next
-            values. After the loop the list holds the last values.
+            The index, and a list of the carried values, initially `carry`. The body replaces the
+            items by the next values. After the loop the list holds the last values.
         """
         before = self.block
         head, body, after = (self.function.append_basic_block() for _ in range(3))
@@ -81,10 +83,14 @@ class Code(ir.IRBuilder):
         carry: Sequence[Any],
         turn: Callable[[int, Any, list[Any]], None],
     ) -> list[Any]:
-        """Generate a loop from 0 to before `stop` (an i64), unrolled `times` times, with its rest.
+        """Emit an LLVM loop from 0 to before `stop` (an i64), unrolled `times` times.
 
-        `turn` generates one turn. Its arguments are the number of the turn in the unrolled body,
-        the index, and the list of carried values, whose items it replaces by the next values.
+        Args:
+            stop: number of turns, which need not be a multiple of `times`.
+            times: turns of the unrolled body.
+            carry: initial values of the carried values.
+            turn: emits one turn. Its arguments are the number of the turn in the unrolled body, the
+                index, and the list of carried values, whose items it replaces by the next values.
 
         Returns:
             The carried values after the last turn.
@@ -98,32 +104,32 @@ class Code(ir.IRBuilder):
         return rest
 
     def room(self, element: ir.Type, count: int = 1) -> Any:
-        """Return the address of new stack memory for `count` elements, aligned to a cache line."""
+        """Emit a stack allocation of `count` elements. Return its address, a multiple of LINE."""
         memory: Any = self.alloca(element, count)
         memory.align = LINE
         return untyped(memory)
 
     def at(self, pointer: Any, index: Any, element: ir.Type) -> Any:
-        """Generate code that computes the address of element `index`."""
+        """Emit LLVM IR for the address of element `index` of an array. Return the address."""
         return self.gep(pointer, [index], source_etype=element)
 
     def read(self, pointer: Any, index: Any, element: ir.Type) -> Any:
-        """Generate code that loads element `index`."""
+        """Emit LLVM IR that loads element `index` of an array. Return the loaded value."""
         return self.load(self.at(pointer, index, element), typ=element)
 
     def read_vector(
         self, pointer: Any, index: Any, element: ir.Type, lanes: int, align: int | None = None
     ) -> Any:
-        """Generate code that loads a vector of `lanes` elements from element `index` on.
+        """Emit LLVM IR that loads `lanes` elements of an array, from `index` on. Return the vector.
 
-        The address is a multiple of `align`, by default the size of an element.
+        The address is a multiple of `align` bytes, by default the size of an element.
         """
         address = self.at(pointer, index, element)
         size = align or element_bytes(element)
         return self.load(address, typ=ir.VectorType(element, lanes), align=size)
 
     def write_vector(self, value: Any, pointer: Any, index: Any) -> None:
-        """Generate code that stores a vector from element `index` on.
+        """Emit LLVM IR that stores a vector to an array, from element `index` on.
 
         The address need not be aligned to the vector.
         """
@@ -131,7 +137,7 @@ class Code(ir.IRBuilder):
         self.store(value, self.at(pointer, index, element), align=element_bytes(element))
 
     def splat(self, value: Any, lanes: int) -> Any:
-        """Generate code that fills a vector of `lanes` lanes with one value."""
+        """Emit LLVM IR that fills a vector of `lanes` lanes with one value. Return the vector."""
         vector = ir.VectorType(value.type, lanes)
         undefined = ir.Constant(vector, ir.Undefined)
         first = self.insert_element(undefined, value, ir.Constant(I32, 0))
@@ -139,35 +145,38 @@ class Code(ir.IRBuilder):
         return self.shuffle_vector(first, undefined, order)
 
     def intrinsic(self, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
-        """Generate a call of one of LLVM's intrinsics, by its full name."""
+        """Emit a call of an LLVM intrinsic, by its full name. Return the result of the call."""
         kinds = [argument.type for argument in arguments]
         return self.call(declared(self.module, name, result, kinds), list(arguments))
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
-        """Generate code that computes a * b + c with one rounding."""
+        """Emit LLVM IR that computes a * b + c with one rounding. Return the value."""
         return self.intrinsic(f"llvm.fma.{suffix(a.type)}", a.type, [a, b, c])
 
     def add_pair_products(self, a: Any, b: Any, c: Any) -> Any:
-        """Generate code that adds the products of each lane's two pairs of bfloat16 to c.
+        """Emit LLVM IR that adds both products of each lane's bfloat16 pairs to c. Return the sums.
 
-        It needs a CPU with `Host.dots`. a and b are vectors of 16 words of 32 bits, each a pair,
-        and c is a vector of 16 floats. Subnormal numbers count as zeros. (vdpbf16ps, Intel 64 and
-        IA-32 Architectures Software Developer's Manual.)
+        The CPU must have `Host.dots`. a and b are vectors of 16 words of 32 bits, each a pair, and
+        c is a vector of 16 floats. Subnormal numbers count as zeros. (vdpbf16ps, Intel 64 and IA-32
+        Architectures Software Developer's Manual.)
         """
         pairs = ir.VectorType(_BFloat(), 2 * a.type.count)
         a, b = self.bitcast(a, pairs), self.bitcast(b, pairs)
         return self.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", c.type, [c, a, b])
 
     def lane_sum(self, vector: Any) -> Any:
-        """Generate code that sums the lanes of a vector, adding half to half."""
+        """Emit LLVM IR that sums the lanes of a float vector, half with half. Return the sum."""
         return self.lanes_folded(vector, self.fadd)
 
     def lane_max(self, vector: Any) -> Any:
-        """Generate code that computes the largest lane of a vector."""
+        """Emit LLVM IR that computes the largest lane of a float vector. Return the scalar."""
         return self.lanes_folded(vector, self.larger)
 
     def lanes_folded(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        """Generate code that combines the lanes of a vector to one value, half with half."""
+        """Emit LLVM IR that combines the lanes of a vector to a scalar, half with half. Return it.
+
+        `combine` emits the combination of two vectors.
+        """
         lanes = vector.type.count
         while lanes > 1:
             lanes //= 2
@@ -178,17 +187,20 @@ class Code(ir.IRBuilder):
         return self.extract_element(vector, ir.Constant(I32, 0))
 
     def lanes_of(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
-        """Generate a shuffle of lanes of a and b. Lanes of b are numbered after the lanes of a."""
+        """Emit a shuffle of vectors a and b. Return the vector of the lanes numbered in `lanes`.
+
+        The lanes of b are numbered after the lanes of a.
+        """
         return self.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
     def columns(self, read: Callable[[int, int, int], Any], word: int, lanes: int) -> list[Any]:
-        """Generate code that transposes a square of as many rows as a vector has lanes.
+        """Emit LLVM IR that transposes a square matrix of as many rows as a vector has lanes.
 
         Rows are read in pieces of 16 bytes, several pieces per vector, so that lanes move only
-        within pieces, which is fastest.
+        within pieces, which is fastest. `read(row, first, count)` emits the load of `count` words
+        of a row, from `first` on. A word has `word` bytes.
 
-        `read(row, first, count)` generates the load of `count` words, of `word` bytes, of a row.
-        Returns the columns, one vector of `lanes` lanes each.
+        Returns the columns, a list of `lanes` vectors of `lanes` lanes.
         """
         size = min(lanes, PIECE // word)
         transposed = []
@@ -218,31 +230,32 @@ class Code(ir.IRBuilder):
         return self.lanes_of(a, b, [lane + offset for lane in chosen for offset in (0, lanes)])
 
     def larger(self, a: Any, b: Any) -> Any:
-        """Generate code that selects b where it is greater than a, else a: it ignores NaN in b."""
+        """Emit LLVM IR that selects b where b > a, else a, also for NaN in b. Return the value."""
         return self.select(self.fcmp_ordered(">", b, a), b, a)
 
     def smaller(self, a: Any, b: Any) -> Any:
-        """Generate code that selects b where it is less than a, else a, also where a is NaN."""
+        """Emit LLVM IR that selects b where b < a, else a, also for NaN in b. Return the value."""
         return self.select(self.fcmp_ordered("<", b, a), b, a)
 
     def smaller_int(self, a: Any, b: Any) -> Any:
-        """Generate code that selects the smaller of two signed integers."""
+        """Emit LLVM IR that selects the smaller of two signed integers. Return it."""
         return self.select(self.icmp_signed("<", a, b), a, b)
 
     def larger_int(self, a: Any, b: Any) -> Any:
-        """Generate code that selects the larger of two signed integers."""
+        """Emit LLVM IR that selects the larger of two signed integers. Return it."""
         return self.select(self.icmp_signed(">", a, b), a, b)
 
     def prefetch(self, address: Any, near: int = 3) -> None:
-        """Generate code that prefetches a line of memory to the first (3) or second cache (2)."""
+        """Emit a prefetch of the cache line at an address, to the first (3) or second cache (2)."""
         flags = [ir.Constant(I32, value) for value in (0, near, 1)]
         self.intrinsic("llvm.prefetch.p0", VOID, [address, *flags])
 
 
 def internal(module: ir.Module, name: str, kinds: Sequence[ir.Type]) -> tuple[Code, Sequence[Any]]:
-    """Add a function without a result, which only its module calls. Return its code and arguments.
+    """Add an LLVM function without a result, which only its module calls.
 
-    `kinds` are the types of the arguments.
+    `kinds` are the types of its arguments. Returns a `Code` that builds its body, and the
+    arguments.
     """
     function: Any = ir.Function(module, ir.FunctionType(VOID, kinds), name)
     function.linkage = "internal"
@@ -250,7 +263,7 @@ def internal(module: ir.Module, name: str, kinds: Sequence[ir.Type]) -> tuple[Co
 
 
 def untyped(address: Any) -> Any:
-    """Make an address opaque, without the type of its target, as in current LLVM. Return it."""
+    """Change the type of an LLVM address to the opaque pointer type, and return the address."""
     address.type = POINTER
     return address
 
@@ -258,19 +271,19 @@ def untyped(address: Any) -> Any:
 def declared(
     module: ir.Module, name: str, result: ir.Type, arguments: Sequence[ir.Type]
 ) -> ir.Function:
-    """Return an external function of a module, declared at the first call."""
+    """Return the external LLVM function `name` of a module. The first call declares it."""
     existing = module.globals.get(name)
     return existing or ir.Function(module, ir.FunctionType(result, list(arguments)), name)
 
 
 def element_bytes(element: ir.Type) -> int:
-    """Return the bytes of a number of an LLVM type."""
+    """Return the bytes of a number of an LLVM integer or float type."""
     sizes = {"half": 2, "float": 4, "double": 8}
     return element.width // 8 if isinstance(element, ir.IntType) else sizes[str(element)]
 
 
 def suffix(kind: ir.Type) -> str:
-    """Return a type as it is spelled in the names of intrinsics, such as "v16f32"."""
+    """Return an LLVM type as it is spelled in the names of intrinsics, such as "v16f32"."""
     if isinstance(kind, ir.VectorType):
         return f"v{kind.count}{suffix(kind.element)}"
     letter = "i" if isinstance(kind, ir.IntType) else "f"
@@ -278,5 +291,5 @@ def suffix(kind: ir.Type) -> str:
 
 
 def filled(vector: Any, value: float) -> ir.Constant:
-    """Return a constant vector whose lanes all have the same value."""
+    """Return an LLVM constant of a vector type, with the same value in all lanes."""
     return ir.Constant(vector, [value] * vector.count)

@@ -15,7 +15,7 @@ from pallas_kernels.row_arguments import NormOptions
 
 @dataclass(frozen=True)
 class NormKernel(RowKernel):
-    """Base of the kernels that normalize rows of "float64", "float32" or "bfloat16".
+    """Base of the CPU kernels that normalize rows of "float64", "float32" or "bfloat16" by RMSNorm.
 
     The computation is in float32 or wider.
     """
@@ -23,25 +23,32 @@ class NormKernel(RowKernel):
     options: NormOptions  # of the norms, and of the sum before them
 
     def mean_square(self, code: Code, numbers: Vectors, size: Any) -> Any:
-        """Generate code that computes the mean of a row's squares."""
+        """Emit LLVM IR that computes the mean of the squares of a row. Return the scalar.
+
+        `numbers` emits the loads of the row's numbers, and `size` is their count, an i64.
+        """
         return code.fdiv(
             self.squares(code, numbers, size), code.sitofp(size, float_type(self.sums))
         )
 
     def inverse(self, code: Code, mean_square: Any) -> Any:
-        """Generate code that computes 1 / sqrt(mean_square + eps)."""
+        """Emit LLVM IR that computes 1 / sqrt(mean_square + eps). Return the scalar."""
         real = mean_square.type
         raised = code.fadd(mean_square, ir.Constant(real, self.options.eps))
         root = code.intrinsic(f"llvm.sqrt.{suffix(real)}", real, [raised])
         return code.fdiv(ir.Constant(real, 1.0), root)
 
     def normed(self, code: Code, inverse: Any, numbers: Vectors, scale: Any) -> Vectors:
-        """Return a function that generates code to compute normed numbers of a row, rounded.
+        """Return a function (index, lanes) that emits LLVM IR for normed numbers of a row.
+
+        The function returns an IR vector of the numbers from `index` on, rounded to the kernel's
+        dtype.
 
         Args:
+            code: builder of the IR.
             inverse: the factor that norms the row's numbers.
-            numbers: function that generates code to read the row's numbers.
-            scale: the scales, as `read` takes them.
+            numbers: function that emits the loads of the row's numbers.
+            scale: address of the scales.
         """
         scales = self.read(code, scale)
 
@@ -57,14 +64,20 @@ class NormKernel(RowKernel):
         return normed
 
     def read_rounded(self, code: Code, x: Any, dtype: str) -> Vectors:
-        """Return a function that generates code to read numbers of a row, rounded to the dtype."""
+        """Return a function (index, lanes) that emits loads of a row's numbers, rounded.
+
+        Args:
+            code: builder of the IR.
+            x: address of the row.
+            dtype: dtype of the row. The numbers are rounded to the kernel's dtype.
+        """
         numbers = self.read(code, x, dtype)
         if dtype == self.dtype:
             return numbers
         return lambda index, lanes: self.rounded(code, numbers(index, lanes))
 
     def rounded(self, code: Code, number: Any) -> Any:
-        """Generate code that rounds numbers to the kernel's dtype. They keep their wide type."""
+        """Emit LLVM IR that rounds floats to the kernel's dtype. Return them in their wide type."""
         if self.dtype != "bfloat16":
             return number
         return widened(code, bfloat16_bits(code, number), float_type(self.sums))
@@ -72,10 +85,9 @@ class NormKernel(RowKernel):
     def written(
         self, code: Code, number: Any, address: Any, index: Any, dtype: str | None = None
     ) -> Any:
-        """Generate code that writes numbers, rounded to a dtype. Return the rounded numbers.
+        """Emit LLVM IR that rounds a float vector to a dtype and stores it from element `index` on.
 
-        Args:
-            dtype: default is the dtype of the kernel.
+        `dtype` None means the dtype of the kernel. Returns the rounded numbers in their wide type.
         """
         if (dtype or self.dtype) != "bfloat16":
             code.write_vector(number, address, index)

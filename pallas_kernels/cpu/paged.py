@@ -21,7 +21,10 @@ SCALE = ir.FloatType()  # dtype of the scales of int8 pages
 
 @dataclass(frozen=True)
 class PagedKernel:
-    """Kernel for pages [., K, page_size, head_dim] and `group` query heads per kv head."""
+    """Base of the CPU kernels for attention over a paged KV cache.
+
+    The pages are [., K, page_size, head_dim], and each of the K kv heads has `group` query heads.
+    """
 
     dtype: str  # dtype of sums: "float32" or "float64"
     # dtype of keys and values: "float32", "float64", "bfloat16", "float16", "uint8" (the bits of
@@ -38,7 +41,7 @@ class PagedKernel:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether pages are int8 codes. Their scales, of keys and values, are two more operands."""
+        """Whether KV pages are int8 codes. Then the two arrays of scales are operands too."""
         return self.pages == "int8"
 
     @property
@@ -58,14 +61,14 @@ class PagedKernel:
         return (*buffers, Field(3, 0), Field(3, 1), Field(1, 0), Field(1, 1), Field(0, 0))
 
     def stored(self, code: Code, number: Any, address: Any, index: Any) -> None:
-        """Generate code that writes a vector of results."""
+        """Emit LLVM IR that stores a vector of attention results, in the dtype of the queries."""
         if self.query_dtype == "bfloat16":
             number = bfloat16_bits(code, number)
         code.write_vector(number, address, index)
 
 
 class PagedCode:
-    """Base of the generators of functions that compute attention over pages.
+    """Base of the generators of LLVM functions that compute attention over a paged KV cache.
 
     A subclass sets `table`, the address of a row of the page table, `pages`, the number of pages,
     `stride`, the numbers of a page, and `totals`, the address of the sums of the softmax.
@@ -77,7 +80,6 @@ class PagedCode:
     totals: Any
 
     def __init__(self, kernel: PagedKernel) -> None:
-        """Choose the types of numbers, and the lanes of vectors for this host."""
         self.kernel = kernel
         self.real, self.stored = float_type(np.dtype(kernel.dtype)), stored_type(kernel.pages)
         self.query_type = stored_type(kernel.query_dtype)
@@ -88,9 +90,10 @@ class PagedCode:
         self.lanes = math.gcd(self.H, self.width)  # of keys and values
 
     def page(self, code: Code, base: Any, entry: Any) -> Any:
-        """Generate code that computes the address of the page whose id is at `entry`.
+        """Emit LLVM IR for the address of the page whose id is at `entry`. Return the address.
 
-        An id that is not less than the number of pages is replaced by 0.
+        `base` is the address of the first page. An id that is not less than the number of pages is
+        replaced by 0.
         """
         return code.at(base, code.mul(self._id(code, entry), self.stride), self.stored)
 
@@ -99,20 +102,26 @@ class PagedCode:
         return code.select(code.icmp_unsigned("<", page, self.pages), page, const(0))
 
     def scales_before(self, code: Code, column: Any) -> Any:
-        """Generate code that counts the scales before the page at `column` of the page table."""
+        """Emit LLVM IR for how many scales lie in memory before a page's scales. Return the i64.
+
+        The page is at column `column` of the row of the page table.
+        """
         page = self._id(code, code.at(self.table, column, I32))
         return code.mul(page, code.sdiv(self.stride, const(self.H)))
 
     def numbers(self, code: Code, stored: Any) -> Any:
-        """Generate code that converts stored numbers, or int8 codes, to the type of the sums."""
+        """Emit LLVM IR that converts a vector of stored keys or values to the type of the sums.
+
+        Codes of int8 pages are converted without their scales. Returns the IR vector.
+        """
         if self.kernel.is_scaled:
             return code.sitofp(stored, ir.VectorType(self.real, stored.type.count))
         return widened(code, stored, self.real)
 
     def divisor(self, code: Code, query: Any) -> Any:
-        """Generate code that loads the total of a query's softmax, or 1 if it is zero.
+        """Emit LLVM IR that loads the sum of a query's softmax weights, or 1 if the sum is zero.
 
-        The result is a vector with this number in all lanes.
+        Returns an IR vector with this number in all lanes.
         """
         total = code.read(self.totals, query, self.real)
         zero, unit = (ir.Constant(self.real, value) for value in (0.0, 1.0))

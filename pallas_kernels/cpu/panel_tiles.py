@@ -27,13 +27,13 @@ INPUTS_OF_A_CHUNK = 1024  # or pairs of them
 def each_group(
     code: Code, counts: Any, groups: Any, rows: Any, carry: Sequence[Any] = ()
 ) -> Iterator[tuple[Any, Any, list[Any]]]:
-    """Generate a loop over consecutive groups of rows. The body is the `with` block.
+    """Emit an LLVM loop over groups of consecutive rows of x. The body is the `with` block.
 
     The number of rows of a group is its i32 in `counts`, limited to 0 and to the remaining rows.
 
     Yields:
         The group, its first row, and a list: the row after its last row (after the loop, the row
-        after all groups), then the values of `carry`.
+        after all groups), then the values of `carry`, which the body replaces by the next values.
     """
     with code.loop(const(0), groups, carry=[const(0), *carry]) as (group, values):
         begin = values[0]
@@ -43,12 +43,12 @@ def each_group(
 
 
 def each_tile(code: Code, begin: Any, end: Any, sizes: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """Generate loops over tiles of the rows from `begin` to before `end`, larger tiles first.
+    """Emit LLVM loops over tiles of the rows from `begin` to before `end`, larger tiles first.
 
-    The body is the body of the `for` statement.
+    The body of the `for` statement emits the body of each loop.
 
     Yields:
-        The rows of a tile, one of `sizes`, and its first row.
+        The rows of a tile (a Python int, one of `sizes`), and its first row (an i64).
     """
     for size in sizes:
         with code.loop(begin, code.sub(end, const(size - 1)), size) as (start, _):
@@ -58,14 +58,24 @@ def each_tile(code: Code, begin: Any, end: Any, sizes: Sequence[int]) -> Iterato
 
 
 def place_in_panels(code: Code, panel: Any, rows: Any, row: Any) -> Any:
-    """Generate code that computes the first element of a row of a panel of `rows` rows."""
+    """Emit LLVM IR for the number of the first element of row `row` of a weight panel.
+
+    `panel` is the number of the panel, and a panel has `rows` rows of PANEL elements. Returns the
+    i64.
+    """
     return code.mul(code.add(code.mul(panel, rows), row), const(PANEL))
 
 
 def parts_of(code: Code, groups: tuple[Any, Any, Any], inputs: Any, panels: Any) -> Any:
-    """Generate code that computes the number of parts of a product. Each part is whole panels.
+    """Emit LLVM IR that computes into how many parts a product with panels is divided.
 
-    `groups` are counts, groups and rows as in `each_group`.
+    Each part is whole panels. Returns the i64.
+
+    Args:
+        code: builder of the IR.
+        groups: counts, groups and rows as in `each_group`.
+        inputs: rows of a panel.
+        panels: number of panels of a weight.
     """
     weights = code.mul(code.mul(inputs, panels), const(PANEL))
     with each_group(code, *groups, carry=[const(0)]) as (_, begin, values):
@@ -81,7 +91,16 @@ def parts_of(code: Code, groups: tuple[Any, Any, Any], inputs: Any, panels: Any)
 def fill(
     code: Code, y: Any, rows: Any, panels: Any, outputs: Any, real: ir.Type, lanes: int
 ) -> None:
-    """Generate code that writes zeros to rows and panels of y, given as (first, end)."""
+    """Emit LLVM IR that writes zeros to some rows and panels (groups of PANEL columns) of y.
+
+    Args:
+        code: builder of the IR.
+        y: address of y.
+        rows, panels: (first, end) of the rows and of the panels.
+        outputs: columns of y.
+        real: type of the elements.
+        lanes: lanes of a vector.
+    """
     zero = filled(ir.VectorType(real, lanes), 0.0)
     low, high = (code.mul(panel, const(PANEL)) for panel in panels)
     with code.loop(*rows) as (row, _), code.loop(low, high, lanes) as (column, _):
@@ -89,14 +108,18 @@ def fill(
 
 
 class TileSums:
-    """Sums of a tile of `size` rows in memory: rows of y, `outputs` numbers apart."""
+    """Sums of a tile of `size` rows of a product, in memory: rows of y, `outputs` numbers apart."""
 
     def __init__(self, code: Code, y: Any, size: int, outputs: Any, vector: ir.VectorType) -> None:
         self._code, self._vector, real = code, vector, vector.element
         self._rows = [code.at(y, code.mul(const(row), outputs), real) for row in range(size)]
 
     def read(self, columns: range, begins: Any) -> list[Any]:
-        """Generate code that loads the vectors `columns` of each row, or zeros if `begins`."""
+        """Emit LLVM IR that loads some vectors of each row of the tile, or zeros if `begins`.
+
+        `columns` are the numbers of the vectors in a row. Returns a list of IR vectors, the first
+        row's first.
+        """
         code, lanes, real = self._code, self._vector.count, self._vector.element
         zero = filled(self._vector, 0.0)
         return [
@@ -106,7 +129,7 @@ class TileSums:
         ]
 
     def write(self, columns: range, sums: Sequence[Any]) -> None:
-        """Generate code that stores the vectors `columns` of each row."""
+        """Emit LLVM IR that stores a tile's sums, vectors in the order of `read`, to its rows."""
         for index, total in enumerate(sums):
             row, column = divmod(index, len(columns))
             place = const(columns[column] * self._vector.count)
@@ -114,17 +137,19 @@ class TileSums:
 
 
 def row_tiles(sums: int) -> list[int]:
-    """Return the sizes of tiles whose sums fit in `sums` vector registers, from the largest to 1.
+    """Return the sizes (in rows) of tiles whose sums fit in `sums` vector registers, largest first.
 
-    A row of the largest tile has two vectors of sums, which balances reads of x and of weights.
+    A row of the largest tile has two vectors of sums, which balances reads of x and of weights. The
+    last size is 1.
     """
     return [sums // 2, *(size for size in (8, 4, 2, 1) if size < sums // 2)]
 
 
 def columns_at_once(sums: int, size: int, vectors: int) -> list[range]:
-    """Split the vectors of a panel into passes of a tile of `size` rows, whose sums fit registers.
+    """Split the `vectors` vectors of a panel's row into passes: ranges of vectors.
 
-    A pass reads all inputs of its columns, so tiles of few rows read whole panels once.
+    The sums of a pass over a tile of `size` rows fit in `sums` registers. A pass reads all inputs
+    of its columns, so tiles of few rows read whole panels once.
     """
     width = vectors
     while size * width > sums:
@@ -135,7 +160,16 @@ def columns_at_once(sums: int, size: int, vectors: int) -> list[range]:
 def grouped(
     x: jax.Array, panels: jax.Array, num_rows: jax.Array | None, rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return panels [E, P, rows, PANEL] and row counts i32[E]. A single weight is one group.
+    """Check the panels of a product, and return them with a leading axis of groups.
+
+    Args:
+        x: [T, I] operand of the product.
+        panels: [P, rows, PANEL] of a single weight, or [E, P, rows, PANEL] of E groups.
+        num_rows: rows of x to multiply, i32[] or i32[E]. None means all, for a single weight.
+        rows: the expected rows of a panel.
+
+    Returns:
+        Panels [E, P, rows, PANEL] and row counts i32[E]. A single weight is one group.
 
     Raises:
         ValueError: panels or counts have a wrong shape, or counts are missing.
@@ -151,10 +185,13 @@ def grouped(
 def groups_of(
     x: jax.Array, panels: jax.Array, num_rows: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return panels [E, P, ...] and row counts i32[E]. A single weight [P, ...] is one group.
+    """Return panels with a leading axis of groups, [E, P, ...], and row counts i32[E].
+
+    A single weight, panels [P, ...], becomes one group. Its count is `num_rows`, or all rows of x
+    if `num_rows` is None.
 
     Raises:
-        ValueError: counts are missing or have a wrong shape or dtype.
+        ValueError: counts of several groups are missing or have a wrong shape or dtype.
     """
     if panels.ndim == 3:
         count = jnp.int32(x.shape[0]) if num_rows is None else num_rows

@@ -13,12 +13,12 @@ PANEL = 32  # outputs
 
 
 def in_pairs(dtype: str) -> bool:
-    """Return whether weights of a dtype are stored in pairs of inputs."""
+    """Return whether panels store weights of a dtype in pairs of inputs: true for "bfloat16"."""
     return dtype == "bfloat16"
 
 
 def panel_shape(inputs: int, outputs: int, dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:
-    """Return shape and dtype of the panels of a weight of I inputs and O outputs.
+    """Return the shape and dtype of the panels that store a weight of I inputs and O outputs.
 
     - Most dtypes: [ceil(O / PANEL), I, PANEL]. Element [n, i, o] is the weight of input i and
       output PANEL * n + o. float16 is stored as its bits, uint16, because XLA on CPU converts whole
@@ -36,7 +36,10 @@ def panel_shape(inputs: int, outputs: int, dtype: np.dtype) -> tuple[tuple[int, 
 
 
 def in_panels(weight: np.ndarray, panels: np.ndarray | None = None) -> np.ndarray:
-    """Copy a weight [I, O] to panels: to `panels`, or to a new array if it is None. Return them."""
+    """Copy a weight [I, O] to panels (see `panel_shape`), and return the panels.
+
+    `panels` is the array to fill. None allocates a new one.
+    """
     inputs, outputs = weight.shape
     shape, dtype = panel_shape(inputs, outputs, weight.dtype)
     panels = np.empty(shape, dtype) if panels is None else panels
@@ -62,11 +65,13 @@ def _fill(panels: np.ndarray, weight: np.ndarray) -> None:
 
 
 def rows_as_columns(rows: np.ndarray, panels: np.ndarray, column: int) -> None:
-    """Write rows [R, I] as outputs of panels that other rows share, from output `column` on.
+    """Copy rows [R, I] of weights to the panels as outputs, from output `column` on.
+
+    The panels may hold outputs of other rows too, which stay.
 
     Args:
-        rows: [R, I], contiguous.
-        panels: the panels that these rows reach.
+        rows: [R, I], contiguous, one output in each row.
+        panels: the panels that these rows reach, to be changed.
         column: output of the first row in the first panel.
     """
     words = rows.view(f"u{rows.dtype.itemsize}")
@@ -83,7 +88,7 @@ def rows_as_columns(rows: np.ndarray, panels: np.ndarray, column: int) -> None:
 def rows_in_order(values: np.ndarray) -> np.ndarray:
     """Rearrange codes, scales or zero points [..., R, O] to [..., ceil(O / PANEL), R, PANEL].
 
-    Outputs beyond O are zero.
+    Outputs beyond O are zero. Returns a new array.
     """
     *many, rows, outputs = values.shape
     panels = np.empty((*many, -(-outputs // PANEL), rows, PANEL), values.dtype)
@@ -93,7 +98,14 @@ def rows_in_order(values: np.ndarray) -> np.ndarray:
 
 
 def columns(panels: jax.Array, outputs: jax.Array, inputs: int, dtype: str) -> jax.Array:
-    """Return the weights [T, I] of outputs [T], which must be in range, in their own dtype."""
+    """Return the weights of some outputs of a weight in panels: [T, I] of the weight's dtype.
+
+    Args:
+        panels: the weight, see `panel_shape`.
+        outputs: int [T] numbers of the outputs, which must be in range.
+        inputs: I, the number of inputs.
+        dtype: dtype of the weight.
+    """
     index = outputs // PANEL, slice(None), outputs % PANEL
     return _weights(panels.at[index].get(mode="promise_in_bounds"), inputs, dtype)
 
@@ -107,7 +119,11 @@ def _weights(columns: jax.Array, inputs: int, dtype: str) -> jax.Array:
 
 
 def reference(x: jax.Array, panels: jax.Array, weights: str) -> jax.Array:
-    """Compute `panel_product` of all rows in plain JAX: [T, O]."""
+    """Multiply x [T, I] by a weight in panels, of dtype `weights`, in plain JAX.
+
+    This is the specification of `panel_product`. Returns [T, P * PANEL] for P panels, float32 or
+    wider.
+    """
     outputs = panels.shape[0] * PANEL
     rows = panels.transpose(0, 2, 1).reshape(outputs, -1)
     exact = jnp.promote_types(x.dtype, jnp.float32)

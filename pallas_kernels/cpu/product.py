@@ -67,7 +67,7 @@ UNROLLED = 4  # unrolled turns of the loop over inputs
 
 @dataclass(frozen=True)
 class PanelProduct:
-    """Kernel for a dtype of x and a dtype of weights.
+    """CPU kernel (generator of LLVM IR) for x times a weight in panels, of given dtypes.
 
     Sums have the dtype of x, float32 or float64. For bfloat16 x, which needs a host with `dots` and
     bfloat16 weights, sums are float32.
@@ -85,18 +85,17 @@ class PanelProduct:
         return f"{NAMES}product_{self.x}_{self.weights}_{self.cpu.vectors}{dots}"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for bfloat16 that this host cannot multiply."""
         if self.dots and not (self.cpu.dots and self.weights == "bfloat16"):
             raise ValueError(f"no product of {self.x} with {self.weights} on {self.cpu.name}")
 
     @property
     def dots(self) -> bool:
-        """Whether pairs of bfloat16 are multiplied without conversion."""
+        """Whether x is bfloat16 and pairs of its numbers are multiplied without conversion."""
         return self.x == "bfloat16"
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of the sums."""
+        """Dtype of the sums of the product: float32 or float64."""
         return np.dtype(np.float32 if self.dots else self.x)
 
     @property
@@ -111,12 +110,12 @@ class PanelProduct:
 
     @property
     def reads(self) -> int:
-        """Number of reads of x for an element of a panel."""
+        """Number of reads of x for an element of a panel: 2 for pairs that are widened, else 1."""
         return 2 if in_pairs(self.weights) and not self.dots else 1
 
     @property
     def sums(self) -> int:
-        """Number of vectors of sums in registers. The other registers hold factors."""
+        """Number of vector registers that hold the sums of a tile. The others hold factors."""
         return self.cpu.registers * 3 // 4
 
     @property
@@ -130,7 +129,10 @@ class PanelProduct:
         return parts_of(code, (counts, groups, rows), inputs, panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that computes part `index` of y, and sets its padding rows to zero."""
+        """Emit LLVM IR that computes part `index` of the panels of y, zero in padding rows.
+
+        `fields` are IR values: the addresses and sizes of the operands and results.
+        """
         x, w, counts, y, rows, groups, inputs, panels = fields
         outputs = code.mul(panels, const(PANEL))
         first, last = part_bounds(code, panels, index, parts)
@@ -174,11 +176,12 @@ class PanelProduct:
 
 
 def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
-    """Generate a function (x, panel, y, ahead, count, inputs, outputs, begins).
+    """Add an LLVM function to a module that computes a tile of a product. Return the function.
 
-    It computes y[:size, :PANEL] += x[:size] @ panel over `count` inputs. Rows of x are `inputs`
-    apart and rows of y `outputs`. If `begins`, the previous contents of y are ignored. Lines of
-    memory from `ahead` on are prefetched.
+    It is (x, panel, y, ahead, count, inputs, outputs, begins) and computes y[:size, :PANEL] +=
+    x[:size] @ panel over `count` inputs. Rows of x are `inputs` apart and rows of y `outputs`. If
+    `begins`, the previous contents of y are ignored. Lines of memory from `ahead` on are
+    prefetched.
     """
     real, stored = float_type(kernel.dtype), kernel.stored
     lanes = kernel.cpu.vector_bytes // element_bytes(real)
@@ -223,7 +226,10 @@ def _tile(module: ir.Module, size: int, kernel: PanelProduct) -> ir.Function:
 
 
 def _factors(code: Code, kernel: PanelProduct, stored: Any) -> Sequence[Any]:
-    """Generate code that converts a vector of a panel to factors, one per `kernel.reads`."""
+    """Emit LLVM IR that converts a vector of a panel to factors of x, and return them.
+
+    There is one IR vector for each of `kernel.reads` numbers of x.
+    """
     if kernel.dots:
         return (stored,)
     real = float_type(kernel.dtype)
@@ -238,7 +244,7 @@ def _factors(code: Code, kernel: PanelProduct, stored: Any) -> Sequence[Any]:
 
 
 def kernel_for(x: np.dtype, weights: str, cpu: Host | None = None) -> PanelProduct:
-    """Return the kernel for the dtypes of x and weights on a host, by default this machine."""
+    """Return the `PanelProduct` for the dtypes of x and weights, on `cpu` or this machine."""
     cpu = cpu or host()
     if not (cpu.dots and x.name == weights == "bfloat16"):
         x = np.promote_types(x, np.float32)
@@ -255,11 +261,11 @@ def panel_product(
             pairs of bfloat16 and both x and the weights are bfloat16.
         panels: panels of one weight, see `panel_shape`, or [E, ...] with a weight per group.
         weights: dtype of the weights.
-        num_rows: i32[] number of rows to multiply. The results of later rows are zero. With groups
-            it is required: i32[E] rows per group, in order.
+        num_rows: i32[] number of rows to multiply. The results of later rows are zero. None means
+            all rows. With groups it is required: i32[E] rows per group, in order.
 
     Returns:
-        [T, O] of the dtype of the sums: that of x, or float32 if x is narrower.
+        [T, P * PANEL] for P panels. Its dtype is that of x, or float32 if x is narrower.
 
     Raises:
         ValueError: names the wrong argument and the allowed values.
@@ -270,7 +276,13 @@ def panel_product(
 def run(
     kernel: PanelProduct, x: jax.Array, panels: jax.Array, num_rows: jax.Array | None = None
 ) -> jax.Array:
-    """Compute `panel_product` with `kernel`: [T, O]. Raise ValueError for a wrong shape."""
+    """Compute `panel_product` with a given kernel: [T, P * PANEL] of the kernel's sums' dtype.
+
+    x, `panels` and `num_rows` are as in `panel_product`.
+
+    Raises:
+        ValueError: `panels` or `num_rows` has a wrong shape or dtype.
+    """
     inputs = -(-x.shape[1] // 2) if in_pairs(kernel.weights) else x.shape[1]
     panels, counts = grouped(x, panels, num_rows, inputs)
     name = registered(kernel)

@@ -55,7 +55,7 @@ AHEAD = 32  # distance of prefetches in rows of codes
 
 @dataclass(frozen=True)
 class QuantizedPanelProduct:
-    """Kernel for a dtype of x, a form of codes and a dtype of scales."""
+    """CPU kernel (generator of LLVM IR) for x times a quantized weight in panels."""
 
     x: str  # dtype of x and of the sums, "float32" or "float64"
     form: str  # "int8", "fp8" or "int4"
@@ -74,7 +74,7 @@ class QuantizedPanelProduct:
 
     @property
     def real(self) -> ir.Type:
-        """LLVM type of the sums."""
+        """LLVM type of the sums of the product: float or double."""
         return float_type(np.dtype(self.x))
 
     @property
@@ -83,12 +83,12 @@ class QuantizedPanelProduct:
 
     @property
     def reads(self) -> int:
-        """Inputs of a row of codes."""
+        """Number of inputs of a row of codes: 2 for int4, else 1."""
         return codes_a_row(self.form)
 
     @property
     def sums(self) -> int:
-        """Number of vectors of sums in registers. Scales, zero points and codes need the others."""
+        """Number of vector registers for sums. Scales, zero points and codes need the others."""
         return self.cpu.registers - 8 if self.form == "int4" else self.cpu.registers * 3 // 4
 
     @property
@@ -102,7 +102,7 @@ class QuantizedPanelProduct:
         return parts_of(code, (counts, experts, rows), inputs, panels)
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that computes part `index` of y, and sets its padding rows to zero."""
+        """Emit LLVM IR that computes part `index` of the panels of y, zero in padding rows."""
         x, codes, *steps, counts, y, rows, experts, inputs, groups, panels = fields
         outputs = code.mul(panels, const(PANEL))
         first, last = part_bounds(code, panels, index, parts)
@@ -148,11 +148,12 @@ class QuantizedPanelProduct:
 
 
 def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Function:
-    """Generate a function (x, codes, scales, zeros if any, y, count, run, inputs, outputs, begins).
+    """Add an LLVM function to a module that computes a tile of a product. Return the function.
 
-    It computes y[:size, :PANEL] += x[:size] @ weights over `count` rows of codes. Each `run` rows
-    share a row of scales and zero points. Rows of x are `inputs` rows of codes apart, and rows of y
-    `outputs`. If `begins`, the previous contents of y are ignored.
+    It is (x, codes, scales, zeros if any, y, count, run, inputs, outputs, begins) and computes
+    y[:size, :PANEL] += x[:size] @ weights over `count` rows of codes. Each `run` rows share a row
+    of scales and zero points. Rows of x are `inputs` rows of codes apart, and rows of y `outputs`.
+    If `begins`, the previous contents of y are ignored.
     """
     real, lanes = kernel.real, kernel.lanes
     kinds = [POINTER] * (5 if kernel.zeros else 4) + [I64] * 4 + [I1]
@@ -194,7 +195,11 @@ def _tile(module: ir.Module, size: int, kernel: QuantizedPanelProduct) -> ir.Fun
 def _steps(
     code: Code, kernel: QuantizedPanelProduct, steps: Sequence[Any], place: Any, columns: range
 ) -> tuple[list[Any], list[Any]]:
-    """Generate code that loads the scales and zero points of a group, one vector per column."""
+    """Emit LLVM IR that loads the scales and the zero points of a group of rows of codes.
+
+    Returns a list of scales and one of zero points, an IR vector for each of `columns` in both.
+    `steps` are the addresses, and `place` is the number of the group's first element.
+    """
     real, lanes = kernel.real, kernel.lanes
     whole = ir.VectorType(I32, lanes)
     places = [code.add(place, const(vector * lanes)) for vector in columns]
@@ -213,9 +218,9 @@ def _steps(
 def _number(
     code: Code, kernel: QuantizedPanelProduct, stored: Any, nth: int, scale: Any, offset: Any
 ) -> Any:
-    """Generate code that computes (code - zero) * scale of a vector of bytes.
+    """Emit LLVM IR that dequantizes a vector of bytes: (code - zero) * scale. Return the weights.
 
-    For int4 `nth` selects the low (0) or high (1) half bytes.
+    For int4 `nth` selects the low (0) or high (1) half bytes. `offset` is the zero point.
     """
     lanes = stored.type.count
     real = ir.VectorType(kernel.real, lanes)
@@ -250,10 +255,10 @@ def quantized_panel_product(
         zeros: uint8 of the shape of scales, only for int4, or None.
         form: "int8", "fp8" or "int4".
         scales_dtype: dtype of the scales.
-        num_rows: as in `panel_product`.
+        num_rows: i32[] rows of x to multiply, None for all, or i32[E] rows per expert.
 
     Returns:
-        [T, P * PANEL] in float32 (float64 for float64).
+        [T, P * PANEL] in float32 (float64 for float64). Rows beyond `num_rows` are zero.
 
     Raises:
         ValueError: names the wrong argument and the allowed values.
@@ -271,7 +276,10 @@ def run(
     zeros: jax.Array | None = None,
     num_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute `quantized_panel_product` with `kernel`: [T, P * PANEL]."""
+    """Compute `quantized_panel_product` with a given kernel: [T, P * PANEL] of its sums' dtype.
+
+    Raises ValueError if the shapes of the arrays do not fit each other.
+    """
     many, groups = codes.shape[:-2], scales.shape[-2]
     steps = [array for array in (scales, zeros) if array is not None]
     for name, array in zip(("scales", "zeros"), steps, strict=False):

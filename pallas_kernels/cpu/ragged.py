@@ -42,7 +42,7 @@ WORK_OF_A_PART = 1 << 21  # products
 
 @dataclass(frozen=True)
 class PagedTiles(PagedKernel):
-    """Kernel for rows of two queries or more, in tiles.
+    """CPU kernel (generator of LLVM IR) for attention of rows of two queries or more, in tiles.
 
     Its operands are q, k, v, page_table, query_start, kv_len, sinks, window, numbers, and the
     scales of int8 pages.
@@ -53,7 +53,7 @@ class PagedTiles(PagedKernel):
 
     @property
     def queries(self) -> int:
-        """Queries of a tile."""
+        """Number of tokens whose queries form a tile (of `group` query heads)."""
         return max(1, TILE // self.group)
 
     def parts(self, code: Code, fields: Sequence[Any]) -> Any:
@@ -62,7 +62,11 @@ class PagedTiles(PagedKernel):
         return code.smaller_int(parts, const(MOST_PARTS))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that computes the tiles that begin in part `index` of all products."""
+        """Emit LLVM IR that computes attention of the tiles of queries that begin in part `index`.
+
+        A part is an equal share of the products of all tiles. Part 0 also writes zeros to padding
+        tokens. `fields` are IR values: the addresses and sizes of the operands and results.
+        """
         rows, heads = fields[-5], fields[-2]
         tile = _Tile(self).function(code.module)
         with code.if_then(code.icmp_signed("==", index, const(0))):
@@ -141,20 +145,19 @@ def _total(code: Code, kernel: PagedTiles, fields: Sequence[Any]) -> Any:
 
 
 class _Tile(PagedCode):
-    """Generator of the function that computes one tile of one kv head."""
+    """Generator of the LLVM function that computes attention of a query tile of one kv head."""
 
     def __init__(self, kernel: PagedTiles) -> None:
-        """Choose the sizes of vectors and tiles for a kernel on this host."""
         super().__init__(kernel)
         self.most_vectors = 4 if self.cpu.registers >= 32 else 2
         self.rows = -(-kernel.queries * self.G // ROWS) * ROWS
 
     def function(self, module: ir.Module) -> ir.Function:
-        """Generate the function "tile" and return it.
+        """Add the LLVM function "tile" to a module, and return it.
 
-        Its arguments are the fields, then row, head, token, queries, position, first, stop. `token`
-        and `position` are of the first query. The tile sees the positions from `first` to before
-        `stop`.
+        It computes attention of a tile of queries and stores it. Its arguments are the fields of
+        the kernel, then row, head, token, queries, position, first, stop. `token` and `position`
+        are of the first query. The tile sees the positions from `first` to before `stop`.
         """
         kinds = [POINTER if field.size is None else I64 for field in self.kernel.fields]
         code, arguments = internal(module, "tile", [*kinds, *[I64] * 7])
@@ -212,9 +215,9 @@ class _Tile(PagedCode):
         return code.function
 
     def _begin(self, code: Code, q: Any, sinks: Any) -> None:
-        """Generate code that gathers the scaled queries, and starts the softmax with the sinks.
+        """Emit LLVM IR that gathers a tile's scaled queries, and starts the softmax with the sinks.
 
-        An absent sink is -inf.
+        `q` and `sinks` are addresses. An absent sink is -inf. The sums of the values begin at zero.
         """
         zero = filled(ir.VectorType(self.real, self.lanes), 0.0)
         last = const(self.rows * self.H)
@@ -242,7 +245,12 @@ class _Tile(PagedCode):
                 code.write_vector(exp2(code, code.fsub(sink, top)), self.totals, m)
 
     def _gather(self, code: Code, base: Any, block: Any) -> None:
-        """Generate code that gathers the keys or values of a block, zero for unseen tokens."""
+        """Emit LLVM IR that gathers the keys or values of a block of tokens from their pages.
+
+        The IR writes numbers of the type of the sums to `self.gathered`, zero for tokens that the
+        tile does not see. `base` is the address of the first page, and `block` the position of the
+        first token.
+        """
         begin = code.larger_int(self.first, block)
         end = code.smaller_int(self.stop, code.add(block, const(BLOCK)))
         zero = filled(ir.VectorType(self.real, self.lanes), 0.0)
@@ -265,7 +273,11 @@ class _Tile(PagedCode):
                 code.write_vector(self.numbers(code, vector), target, index)
 
     def _gather_scales(self, code: Code, base: Any, target: Any, block: Any) -> None:
-        """Generate code that gathers the scales of a block's tokens, zero for unseen tokens."""
+        """Emit LLVM IR that copies the scales of a block of tokens to address `target`.
+
+        They are scales of int8 keys or values, at address `base`, and zero for tokens that the tile
+        does not see. `block` is the position of the first token.
+        """
         begin = code.larger_int(self.first, block)
         end = code.smaller_int(self.stop, code.add(block, const(BLOCK)))
         zero = filled(ir.VectorType(self.real, self.width), 0.0)
@@ -279,7 +291,7 @@ class _Tile(PagedCode):
             code.write_vector(scale, target, code.sub(position, block))
 
     def _transpose(self, code: Code) -> None:
-        """Generate code that transposes the gathered keys, so that tokens are side by side."""
+        """Emit LLVM IR that transposes the gathered keys of a block, [BLOCK, H], to [H, BLOCK]."""
         n = self.lanes
         with (
             code.loop(const(0), const(BLOCK), n) as (token, _),
@@ -298,7 +310,7 @@ class _Tile(PagedCode):
     def _product(
         self, module: ir.Module, name: str, vectors: int, lanes: int, across: int, columns: int
     ) -> ir.Function:
-        """Generate a function (a, b, c, depth, shrinks) that computes c = c * shrinks + a @ b.
+        """Add a function (a, b, c, depth, shrinks) to a module, c = c * shrinks + a @ b. Return it.
 
         a is [ROWS, across], of which the first `depth` columns are used, b is [depth, columns] and
         c is [ROWS, columns]. A row of b and c is `vectors` vectors of `lanes` lanes. The function
@@ -342,7 +354,11 @@ class _Tile(PagedCode):
         return code.function
 
     def _softmax(self, code: Code, block: Any) -> None:
-        """Generate code that replaces the scores of a block by weights, zero for unseen tokens."""
+        """Emit LLVM IR that turns the scores of a block of tokens into softmax weights.
+
+        Weights of tokens that a query does not see are zero. The IR also updates the maxima and
+        totals of the online softmax, and stores the factors `shrinks` for the sums so far.
+        """
         kind = ir.VectorType(self.real, self.width)
         nothing, zero = filled(kind, -math.inf), filled(kind, 0.0)
         whole = ir.IntType(8 * element_bytes(self.real))

@@ -31,7 +31,10 @@ FACTOR = ir.FloatType()  # dtype of the scales of stored numbers
 
 @dataclass(frozen=True)
 class RopeKVWrite(NormKernel):
-    """Kernel for the norm and rotation of queries and keys, and the write of keys and values."""
+    """CPU kernel (generator of LLVM IR) of ``rope_kv_write``.
+
+    It normalizes and rotates queries and keys, and writes keys and values to their pages.
+    """
 
     page_dtype: str  # of the pages: `dtype`, or "bfloat16" or "float32" for the other of the two
     qkv_dtype: str  # of qkv: `dtype`, or a wider one that is rounded first
@@ -69,9 +72,10 @@ class RopeKVWrite(NormKernel):
         return self.parts_of(code, tokens, code.mul(code.mul(kv_heads, heads), width))
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that prepares the queries, keys and values of part `index` of the tokens.
+        """Emit LLVM IR that computes ``rope_kv_write`` for the tokens of part `index`.
 
-        Keys and values of a token whose slot is outside the pages are not written.
+        Keys and values of a token whose slot is outside the pages are not written. `fields` are IR
+        values: the addresses and sizes of the operands and results.
         """
         tokens, kv_heads, heads, width, num_pages, page_size, *rest = fields
         pairs = rest.pop(0) if self.rotates else None
@@ -143,9 +147,14 @@ class RopeKVWrite(NormKernel):
     def _turn(
         self, code: Code, numbers: Vectors, width: Any, pairs: Any, turns: Sequence[Any], write: Any
     ) -> None:
-        """Generate code that rotates the first 2 * pairs numbers of a head and writes all of it.
+        """Emit LLVM IR that rotates the first 2 * pairs numbers of a head, and writes the head.
 
-        Without `turns` the head is written unchanged.
+        Args:
+            code: builder of the IR.
+            numbers: function that emits the loads of the head's numbers.
+            width, pairs: numbers of a head, and pairs to rotate (i64s).
+            turns: addresses of the cosines and sines. Empty for no rotation.
+            write: function (numbers, index) that emits the stores.
         """
         done = const(0)
         if turns:
@@ -196,7 +205,14 @@ def rope_kv_write(
     options: QkvOptions,
     case: Case,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Compute ``rope_kv_write`` on CPU: the queries, the new pages and zeroed counters."""
+    """Normalize and rotate queries and keys, and store keys and values, with the CPU kernel.
+
+    Arguments are as in ``pallas_kernels.rope_kv_write``, with the `case` of the call. The pages are
+    written in place if they are donated.
+
+    Returns:
+        Queries [T,N,H], the new k_pages and v_pages, and counters i32[ARRIVALS] of zeros.
+    """
     tokens, dtype = len(slot_mapping), case.query_dtype
     if qkv.ndim == 5:
         qkv = (qkv[0] if len(qkv) == 1 else qkv.sum(axis=0))[:tokens]

@@ -38,24 +38,30 @@ WORK_OF_A_PART = 1 << 16  # numbers
 
 @dataclass(frozen=True)
 class RowKernel:
-    """Base of the kernels over rows, which compute every row alone."""
+    """Base of the CPU kernels (generators of LLVM IR) that compute every row of an array alone."""
 
     dtype: str  # dtype of the numbers
     cpu: Host = field(default_factory=host, kw_only=True)  # the CPU that code is generated for
 
     @property
     def sums(self) -> np.dtype:
-        """Dtype of sums."""
+        """Dtype of the sums over a row: float64 for float64, else float32."""
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
     def parts_of(self, code: Code, rows: Any, size: Any) -> Any:
-        """Generate code that computes the number of parts, at most MOST_PARTS and the rows."""
+        """Emit LLVM IR that computes into how many parts `rows` rows are divided. Return the i64.
+
+        The number is at most MOST_PARTS and the number of rows, and grows with `rows` times `size`.
+        """
         parts = code.sdiv(code.mul(rows, size), const(WORK_OF_A_PART))
         parts = code.smaller_int(code.smaller_int(parts, const(MOST_PARTS)), rows)
         return code.larger_int(parts, const(1))
 
     def squares(self, code: Code, numbers: Vectors, size: Any) -> Any:
-        """Generate code that computes the sum of a row's squares."""
+        """Emit LLVM IR that computes the sum of the squares of a row. Return the scalar.
+
+        `numbers` emits the loads of the row's numbers, and `size` is their count, an i64.
+        """
 
         def with_square(total: Any, number: Any) -> Any:
             return code.multiply_add(number, number, total)
@@ -63,17 +69,20 @@ class RowKernel:
         return self.folded(code, numbers, size, 0.0, with_square, code.fadd)
 
     def read(self, code: Code, x: Any, dtype: str | None = None) -> Vectors:
-        """Return a function that generates code to read numbers of a row, in the dtype of the sums.
+        """Return a function (index, lanes) that emits LLVM IR to load numbers of a row.
 
-        The numbers in memory have the dtype of the kernel by default.
+        `x` is the address of the row. The function returns an IR vector of `lanes` numbers from
+        `index` on, in the dtype of the sums. `dtype` is the dtype in memory, by default the
+        kernel's.
         """
         stored, real = stored_type(dtype or self.dtype), float_type(self.sums)
         return lambda index, lanes: widened(code, code.read_vector(x, index, stored, lanes), real)
 
     def for_each(self, code: Code, begin: Any, end: Any, body: Callable[[Any, int], Any]) -> None:
-        """Generate loops over a row: over groups of vectors, then vectors, then single numbers.
+        """Emit LLVM loops over the numbers [begin, end) of a row.
 
-        `body(index, lanes)` generates the code for the numbers from `index` on.
+        The loops are over groups of vectors, then vectors, then single numbers. `body(index,
+        lanes)` emits the IR for `lanes` numbers from `index` on.
         """
         lanes = self.cpu.vector_bytes // self.sums.itemsize
         for count, width in ((CHAINS, lanes), (1, lanes), (1, 1)):
@@ -93,13 +102,18 @@ class RowKernel:
         with_vector: Fold,
         together: Fold,
     ) -> Any:
-        """Generate code that reduces a row to one number, and return the number.
+        """Emit LLVM IR that reduces the numbers of a row to one number. Return the scalar.
+
+        The order of the operations depends only on the length of the row.
 
         Args:
-            numbers: called once for each vector, in the order of the row.
+            code: builder of the IR.
+            numbers: function (index, lanes) that emits the load of a vector, in the order of the
+                row.
+            size: length of the row, an i64.
             start: initial value of each lane of a total.
-            with_vector: combines a total with a vector of the row.
-            together: combines two totals.
+            with_vector: emits the combination of a total with a vector of the row.
+            together: emits the combination of two totals.
         """
         lanes = self.cpu.vector_bytes // self.sums.itemsize
         kind = float_type(self.sums)
@@ -127,7 +141,10 @@ class RowKernel:
 
 @dataclass(frozen=True)
 class OneOperandKernel(RowKernel, ABC):
-    """Base of the kernels with one operand and one result."""
+    """Base of the CPU kernels over rows that have one operand and one result.
+
+    A subclass implements `row`, which computes the result of one row.
+    """
 
     operands = 1
 
@@ -139,7 +156,7 @@ class OneOperandKernel(RowKernel, ABC):
         return self.parts_of(code, *fields[2:])
 
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
-        """Generate code that computes the rows of part `index`."""
+        """Emit LLVM IR that computes and stores the results of the rows of part `index`."""
         x, results, rows, size = fields
         begin, end = part_bounds(code, rows, index, parts)
         with code.loop(begin, end) as (row, _):
@@ -148,10 +165,21 @@ class OneOperandKernel(RowKernel, ABC):
 
     @abstractmethod
     def row(self, code: Code, x: Any, size: Any, results: Any, row: Any) -> None:
-        """Generate code that writes the result of one row to its place in the results."""
+        """Emit LLVM IR that computes the result of one row and stores it in the results.
+
+        Args:
+            code: builder of the IR.
+            x: address of the row, of `size` numbers.
+            size: length of the row, an i64.
+            results: address of all results.
+            row: number of the row, an i64.
+        """
 
     def exps(self, code: Code, x: Any, size: Any) -> tuple[Any, Any]:
-        """Generate code that computes the maximum of a row and the sum of exp(number - maximum)."""
+        """Emit LLVM IR that computes the maximum of a row and the sum of exp(number - maximum).
+
+        `x` is the address of the row, and `size` its length. Returns both scalars.
+        """
         numbers = self.read(code, x)
         top = self.folded(code, numbers, size, -math.inf, code.larger, code.larger)
 
@@ -168,9 +196,10 @@ def _exp(code: Code, x: Any, top: Any) -> Any:
 
 @dataclass(frozen=True)
 class RowSums(OneOperandKernel):
-    """Kernel for sums of rows of "float64", "float32", "bfloat16" or "float16".
+    """CPU kernel (generator of LLVM IR) that sums the rows of an array, in a fixed order.
 
-    Sums of 16-bit numbers are float32.
+    `dtype` of the numbers is "float64", "float32", "bfloat16" or "float16". Sums of 16-bit numbers
+    are float32. `term` is the summand.
     """
 
     term: Summed = "numbers"  # the summand. "exps" are of the distances to the maximum.
@@ -192,7 +221,10 @@ class RowSums(OneOperandKernel):
 
 @dataclass(frozen=True)
 class RowShares(OneOperandKernel):
-    """Kernel for the softmax of rows, or the sigmoid of every number, "float64" or "float32"."""
+    """CPU kernel (generator of LLVM IR) for the softmax of rows, or the sigmoid of every number.
+
+    The numbers are "float64" or "float32".
+    """
 
     shared: Shared = "softmax"
 
@@ -220,7 +252,10 @@ class RowShares(OneOperandKernel):
 
 
 def row_sums(x: jax.Array, term: Summed = "numbers") -> jax.Array:
-    """Sum each row on CPU: [...]. Implementation of ``pallas_kernels.row_sums``."""
+    """Sum each row of x [..., D], or a function of its numbers, on CPU: [...], at least float32.
+
+    `term` is the summand: "numbers", "squares" or "exps", exp(number - maximum of the row).
+    """
     kernel = RowSums(np.dtype(x.dtype).name, term)
     rows = x.reshape(-1, x.shape[-1])
     shape = jax.ShapeDtypeStruct(rows.shape[:1], kernel.sums)
@@ -228,7 +263,10 @@ def row_sums(x: jax.Array, term: Summed = "numbers") -> jax.Array:
 
 
 def row_shares(x: jax.Array, shared: Shared) -> jax.Array:
-    """Compute softmax or sigmoid on CPU. The result has the shape [..., D] and dtype of x."""
+    """Compute the softmax of the rows of x [..., D], or the sigmoid of its numbers, on CPU.
+
+    `shared` is "softmax" or "sigmoid". Returns an array of the shape and dtype of x.
+    """
     kernel = RowShares(np.dtype(x.dtype).name, shared)
     rows = x.reshape(-1, x.shape[-1])
     shape = jax.ShapeDtypeStruct(rows.shape, rows.dtype)

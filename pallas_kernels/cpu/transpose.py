@@ -31,7 +31,7 @@ _COMPILATION = Lock()
 
 @dataclass(frozen=True)
 class Transposition:
-    """Kernel that transposes words."""
+    """CPU kernel (generator of LLVM IR) that transposes rows of a weight [O, I] to panels."""
 
     word: int  # bytes of a word
     number: int  # bytes of a number. A word is one number or several.
@@ -40,17 +40,19 @@ class Transposition:
 
     @property
     def lanes(self) -> int:
-        """Words of a vector. A row must have at least as many."""
+        """Number of words of a vector. A row must have at least as many words."""
         return min(PANEL, self.cpu.vector_bytes // self.word)
 
 
 def rows_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> bool:
-    """Copy rows of a weight of a dtype to panels. Return whether all numbers are finite.
+    """Copy a weight that is stored outputs first to panels. Return whether all numbers are finite.
 
     Args:
-        rows: [R, I] floats of `dtype`, or bfloat16 if `dtype` is float32.
+        rows: [R, I] floats of `dtype`, or bfloat16 if `dtype` is float32. A row holds the weights
+            of one output.
         panels: contiguous array of the shape and dtype of `panel_shape`, at a multiple of ALIGNMENT
-            bytes. If R is not a multiple of PANEL, zeros fill the last panel.
+            bytes, to be filled. If R is not a multiple of PANEL, zeros fill the last panel.
+        dtype: dtype of the weights in panels.
 
     Raises:
         ValueError: rows or panels are not contiguous, or panels are not aligned.
@@ -70,7 +72,10 @@ def rows_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> boo
 
 @dataclass(frozen=True)
 class InputCut:
-    """Kernel that cuts rows of inputs, [I, M, turns]. Output m of turn t is output t * M + m."""
+    """CPU kernel (generator of LLVM IR) that cuts rows of inputs, [I, M, turns], to panels.
+
+    Output m of turn t is output t * M + m of the weight.
+    """
 
     number: int  # bytes of a number in panels
     turns: int  # number of weights whose outputs alternate
@@ -80,12 +85,12 @@ class InputCut:
 
     @property
     def word(self) -> int:
-        """Bytes of a word."""
+        """Bytes of a word of a panel: one number, or the numbers of two inputs."""
         return self.number * (1 + self.pairs)
 
     @property
     def lanes(self) -> int:
-        """Words of a vector."""
+        """Number of words of a vector."""
         return min(PANEL, self.cpu.vector_bytes // self.word)
 
 
@@ -95,7 +100,9 @@ def inputs_in_panels(rows: np.ndarray, panels: np.ndarray, dtype: np.dtype) -> b
     Args:
         rows: [I, M, turns] floats of `dtype`, or bfloat16 if `dtype` is float32, contiguous. [i, m,
             t] is the weight of input i and output t * M + m.
-        panels: as in `rows_in_panels`.
+        panels: contiguous array of the shape and dtype of `panel_shape`, at a multiple of ALIGNMENT
+            bytes, to be filled.
+        dtype: dtype of the weights in panels.
 
     Raises:
         ValueError: panels have a wrong shape, rows or panels are not contiguous, or panels are not
@@ -123,7 +130,9 @@ def _largest_bits(values: np.ndarray) -> int:
 
 
 def run(kernel: Transposition | InputCut, rows: np.ndarray, panels: np.ndarray) -> int:
-    """Fill whole panels [n, words, PANEL] with `kernel`. Return the largest bits without sign.
+    """Fill whole panels [n, words, PANEL] from rows of a weight with a given kernel.
+
+    Returns the largest bits of a number without its sign, which show whether all are finite.
 
     Raises:
         ValueError: rows or panels are not contiguous, or panels are not aligned.
@@ -146,9 +155,11 @@ def _function(kernel: Transposition | InputCut) -> tuple[Any, Callable[[int, int
 
 
 def module_of(kernel: Transposition | InputCut) -> ir.Module:
-    """Return a module with transpose(rows, panels, words of an output, number of panels).
+    """Return an LLVM module with the function "transpose", which fills panels from rows.
 
-    It returns the largest bits of a number without its sign, a u64.
+    The arguments of the function are the addresses of the rows and of the panels, the words of an
+    output, and the number of panels. It returns the largest bits of a number without its sign, a
+    u64.
     """
     cuts = isinstance(kernel, InputCut)
     module = ir.Module("cut" if cuts else "transpose")
@@ -250,7 +261,10 @@ def _write_past_caches(code: Code, vector: Any, address: Any) -> None:
 
 
 def _transposed(code: Code, square: Sequence[Any]) -> list[Any]:
-    """Generate code that transposes as many rows as each has lanes, and return the columns."""
+    """Emit LLVM IR that transposes a square: as many vectors (rows) as each has lanes.
+
+    Returns the columns, a list of IR vectors.
+    """
     vectors, lanes = list(square), len(square)
     width = 1
     while width < lanes:

@@ -33,7 +33,7 @@ MOST_LOADS = 128
 
 @dataclasses.dataclass(frozen=True)
 class _SumShape:
-    """Static properties of the kernel."""
+    """Compile-time properties of the Hopper kernel that sums over devices and normalizes."""
 
     devices: int  # number of devices
     names: tuple[str, ...]  # names of the operands and outputs, in order
@@ -42,7 +42,7 @@ class _SumShape:
 
 
 def round_width(width: int, devices: int) -> int:
-    """Return how many numbers of a row are summed at once, a divisor of its width.
+    """Return how many numbers of a row of `width` numbers are summed at once: a divisor of `width`.
 
     A thread holds the loaded numbers of all devices in registers. Fewer rounds are faster, since
     each takes the latency of a link.
@@ -53,9 +53,13 @@ def round_width(width: int, devices: int) -> int:
 
 
 def _kernel(shape: _SumShape, *arrays: Any) -> None:
-    """Compute one row.
+    """Body of the kernel: sum one row of "delta" over the devices, as the program of that row.
 
-    `arrays` are the operands and outputs named by `shape.names`, in that order, and a semaphore.
+    With a residual stream "x" it adds the row of x. With "scale" it also writes the RMSNorm "y".
+
+    Args:
+        shape: static properties, with the names of the arrays.
+        arrays: refs of the operands and outputs, in the order of `shape.names`, then a semaphore.
     """
     *inputs, have_read = arrays
     refs = dict(zip(shape.names, inputs, strict=True))
@@ -87,7 +91,7 @@ def _kernel(shape: _SumShape, *arrays: Any) -> None:
         return lax.rsqrt(jnp.sum(squares) / width + shape.options.eps)
 
     def normed(wide: jax.Array, factor: jax.Array, scale: jax.Array) -> jax.Array:
-        """Compute the RMSNorm of numbers in float32. The caller rounds the result."""
+        # The result is float32. The caller rounds it.
         y, options = wide * factor, shape.options
         return y * (scale + options.offset) if options.rounds_last else scale * rounded(y)
 
@@ -134,13 +138,20 @@ def sum_over_devices(
     delta_scale: jax.Array | None = None,
     options: NormOptions = NO_NORM,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum over devices on Hopper, and with x compute ``add_norm``. Return the sum and its norm.
+    """Sum `delta` over devices on Hopper. With x, also compute ``add_norm`` of x and the sum.
 
-    Kernel of ``pallas_kernels.sum_over_devices`` and, with x, of ``add_norm_over_devices``.
+    This is the kernel of ``pallas_kernels.sum_over_devices`` and, with x, of
+    ``add_norm_over_devices``.
 
     Args:
-        delta: [T,D] float32, D a multiple of 128.
+        delta: [T,D] float32, D a multiple of 128, the array of this device.
         axis: name of the only mesh axis that the caller is mapped over.
+        x: [T,D] residual stream to which the sum is added, or None.
+        scale, delta_scale, options: as in ``add_norm``.
+
+    Returns:
+        Two [T,D] of x's dtype (float32 without x): the sum, with x added to it, and its norm. The
+        sum twice if `scale` is None.
     """
     rows, width = delta.shape
     inputs = {"x": x, "delta": delta, "scale": scale, "delta_scale": delta_scale}

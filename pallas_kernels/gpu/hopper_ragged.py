@@ -48,7 +48,7 @@ program, 504 per thread column for three of them. A request for more would wait 
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """Static properties of the kernel."""
+    """Compile-time properties of the Hopper attention kernel: sizes, options, interpreter flag."""
 
     case: Case  # shapes and dtypes of the call
     config: MosaicConfig  # block sizes
@@ -61,7 +61,7 @@ class _Static:
 
     @property
     def block(self) -> int:
-        """Positions of a block of keys and values."""
+        """Number of positions of a block of keys and values."""
         return self.config.block_tokens
 
     @property
@@ -70,7 +70,7 @@ class _Static:
 
     @property
     def tile(self) -> int:
-        """Tokens of a tile."""
+        """Number of tokens whose queries form a tile, over all compute warpgroups."""
         return self.tokens_per_warpgroup * self.config.warpgroups
 
     @property
@@ -79,13 +79,16 @@ class _Static:
 
     @property
     def copy_rows(self) -> int:
-        """Positions that one TMA copy fetches."""
+        """Number of positions whose keys or values one TMA copy fetches."""
         return min(self.block, self.case.S)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """Order in which a tile visits its blocks of keys. The fields are traced int32 scalars."""
+    """Order in which a tile of queries visits its blocks of keys, as traced int32 scalars.
+
+    The blocks that every query of the tile sees completely come first.
+    """
 
     first_position: jax.Array  # position of the first query of the tile
     begin: jax.Array  # the positions [begin, end) that at least one query sees
@@ -98,7 +101,10 @@ class _Walk:
     count: jax.Array  # number of blocks to visit
 
     def block(self, i: jax.Array) -> jax.Array:
-        """Return the i-th block to visit: first full blocks, then the blocks before and after."""
+        """Return the number of the i-th block of keys to visit.
+
+        Blocks that every query sees completely come first, then the blocks before and after them.
+        """
         before = self.full_first - self.first_block
         j = i - self.full_count
         edge = jnp.where(
@@ -108,7 +114,13 @@ class _Walk:
 
 
 def _walk(tile_ref: Any, shape: _Static) -> tuple[jax.Array, _Walk]:
-    """Return the row of the page table and the `_Walk` of this program's tile."""
+    """Return the row of the page table and the `_Walk` of the tile that this program computes.
+
+    Args:
+        tile_ref: i32[tiles,5] plan: row, first token, number of tokens, position of the first
+            token and positions of the row, for each tile.
+        shape: static properties.
+    """
     # Late tiles of a long row see the most keys. They come first, so that short tiles fill the end.
     tile = lax.axis_size("tile") - 1 - lax.axis_index("tile")
     row, size = tile_ref[tile, 0], tile_ref[tile, 2]
@@ -135,7 +147,11 @@ def _walk(tile_ref: Any, shape: _Static) -> tuple[jax.Array, _Walk]:
 
 
 class _Stream(NamedTuple):
-    """Refs of the keys or of the values: pages, ring, barriers of its filled and emptied slots."""
+    """Refs by which one of keys or values moves from the KV cache to the compute warpgroups.
+
+    These are the pages in global memory, the ring of blocks in shared memory, and for each slot of
+    the ring a barrier for "filled" and one for "emptied".
+    """
 
     pages: Any
     ring: Any
@@ -151,12 +167,23 @@ def _produce(
     table_ref: Any,
     streams: tuple[_Stream, _Stream],
 ) -> None:
-    """Fetch the blocks of a walk into the rings of keys and values, as the producer warpgroup."""
+    """Copy the blocks of keys and values of a walk from the pages to the rings in shared memory.
+
+    The producer warpgroup runs this. It waits for an empty slot before each copy, and at the end
+    for all slots.
+
+    Args:
+        shape: static properties.
+        walk: the order of the blocks.
+        row, kv_head: row of the page table, and kv head of the pages.
+        table_ref: i32[R,M] page table.
+        streams: keys and values.
+    """
     stages, page_size = shape.config.num_stages, shape.case.S
     last_page = lax.div(jnp.maximum(walk.end - 1, 0), jnp.int32(page_size))
 
     def fetch(i: jax.Array, carry: jax.Array) -> jax.Array:
-        """Start the copies of the pages of block i, once its slot of the rings is empty."""
+        # Starts the copies of the pages of block i, once its slot of the rings is empty.
         slot = lax.rem(i, jnp.int32(stages))
         position = walk.block(i) * shape.block
         entry = lax.div(position, jnp.int32(page_size))
@@ -190,16 +217,24 @@ def _produce(
 def _zero_unwritten(
     shape: _Static, walk: _Walk, position: jax.Array, values: Any, fixed: Any, warpgroup: jax.Array
 ) -> None:
-    """Set the values of a block to zero at positions outside [walk.begin, walk.kv_len).
+    """Zero a block of attention values at positions outside [walk.begin, walk.kv_len).
 
-    The first warpgroup writes the zeros and releases the others through the barrier ``fixed``.
+    The first compute warpgroup writes the zeros and releases the others through a barrier.
+
+    Args:
+        shape: static properties.
+        walk: the bounds of the written positions.
+        position: first position of the block.
+        values: ref of the block [block,H] in shared memory.
+        fixed: the barrier, or None for a single compute warpgroup.
+        warpgroup: number of this warpgroup.
     """
 
     @pl.when((position < walk.begin) | (position + shape.block > walk.kv_len))
     def _crossing() -> None:
         @pl.when(warpgroup == 0)
         def _fix() -> None:
-            """Write the zeros, 64 columns of values [block, H] at a time."""
+            # Writes 64 columns of values [block, H] at a time.
             for column in range(0, shape.case.H, 64):
                 part = values.at[:, pl.ds(column, 64)]
                 value_position = position + plgpu.broadcasted_iota(
@@ -229,10 +264,20 @@ def _consume(
     fixed: Any,
     weights_smem: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute the online softmax and weighted sums of the 64 query rows of one warpgroup.
+    """Compute attention of the 64 query rows of one warpgroup over all blocks of its tile's walk.
+
+    Args:
+        shape: static properties.
+        walk: the order of the blocks of keys.
+        warpgroup: number of this warpgroup.
+        factor: multiplies the scores.
+        q_smem: ref of the queries [64,H] in shared memory.
+        streams: keys and values.
+        fixed: barriers of `_zero_unwritten`, or None.
+        weights_smem: ref of softmax weights [64,block], only for the interpreter.
 
     Returns:
-        (unnormalized attention [64,H], maxima [64], sums of weights [64]).
+        (unnormalized attention [64,H], maxima of the scores [64], sums of weights [64]), float32.
     """
     (_, k_ring, k_filled, k_emptied), (_, v_ring, v_filled, v_emptied) = streams
     case, block = shape.case, shape.block
@@ -240,7 +285,11 @@ def _consume(
     dtype = case.query_dtype
 
     def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
-        """Add the i-th block of the walk to acc [64,H], maxima [64] and sums [64]."""
+        """Add the i-th block of the walk to the online softmax, and return its new state.
+
+        The state is the unnormalized attention [64,H], the maxima [64] and the sums of weights
+        [64]. `masked` hides keys that a query does not see.
+        """
         acc, top, total = carry
         slot = lax.rem(i, jnp.int32(shape.config.num_stages))
         position = walk.block(i) * block
@@ -306,7 +355,10 @@ def _consume(
 
 
 def _kernel(shape: _Static, refs: list[Any]) -> None:
-    """Compute one (tile, kv head). ``_call`` defines the order of `refs`."""
+    """Body of the kernel: compute attention of one tile of queries of one kv head.
+
+    `refs` are the operands, outputs and scratch of ``_call``, in that order.
+    """
     q_ref, k_ref, v_ref, table_ref, tile_ref = refs[:5]
     del refs[:5]
     factor_ref: Any = refs.pop(0) if shape.scaled else None
@@ -329,7 +381,6 @@ def _kernel(shape: _Static, refs: list[Any]) -> None:
 
     @pl.when(thread < groups)
     def _compute() -> None:
-        """Compute the 64 query rows of this warpgroup and store them."""
         if not shape.simulate:
             plgpu.set_max_registers(CONSUMER_REGISTERS[groups], action="increase")
         q_here, out_here = q_smem.at[thread], out_smem.at[thread]
@@ -361,6 +412,13 @@ def _call(shape: _Static, tiles: int, operands: list[jax.Array], interpret: Any)
 
     Because of `jax.jit` a larger program traces and lowers the kernel once, which takes a third of
     a second.
+
+    Args:
+        shape: static properties.
+        tiles: number of tiles.
+        operands: packed queries, pages of keys and of values, page table, plan of the tiles, and
+            the factor of the scores f32[K] if keys have scales.
+        interpret: parameters of the interpreter, or None.
 
     Returns:
         A list: the attention, of the shape of the packed queries, and if `shape.with_lse` the
@@ -412,7 +470,11 @@ def _call(shape: _Static, tiles: int, operands: list[jax.Array], interpret: Any)
 
 
 def _pack(q: jax.Array, plan: jax.Array, shape: _Static) -> jax.Array:
-    """Pack queries by tile, [tiles, K, warpgroups, 64, H], with zeros where a tile has no query."""
+    """Pack queries q [T,N,H] by tile: [tiles, K, warpgroups, 64, H].
+
+    Rows of a tile without a query are zero. `plan` i32[tiles,5] has the first token and the number
+    of tokens of each tile in columns 1 and 2.
+    """
     case, groups, per = shape.case, shape.config.warpgroups, shape.tokens_per_warpgroup
     local = jnp.arange(shape.tile, dtype=jnp.int32)
     token = jnp.minimum(plan[:, 1:2] + local, case.T - 1)
@@ -429,13 +491,16 @@ def _pack(q: jax.Array, plan: jax.Array, shape: _Static) -> jax.Array:
 def _unpack(
     tiles: jax.Array, query_start: jax.Array, tiled: jax.Array, shape: _Static
 ) -> jax.Array:
-    """Unpack tiles [tiles, K, warpgroups, 64, ...] to tokens [T, K, group, ...].
+    """Unpack results of tiles, [tiles, K, warpgroups, 64, ...], to tokens: [T, K, group, ...].
 
     The result is undefined for tokens of rows without tiles.
 
     Args:
+        tiles: attention or log-sum-exps of the packed queries.
+        query_start: i32[R+1] first token of each row.
         tiled: i32[R+1] number of queries of each row, and of the padding, that are in tiles. It is
             the second result of `triton_ragged.tiled_counts`.
+        shape: static properties.
     """
     case, per = shape.case, shape.tokens_per_warpgroup
     used = tiles[:, :, :, : per * case.group]
@@ -459,12 +524,18 @@ def ragged_paged_attention(
     longer_than: int = LONG,
     interpret: Any = None,
 ) -> jax.Array:
-    """Compute causal attention of rows of any length on Hopper: [T,N,H], bfloat16 or float16.
+    """Compute causal attention of rows of any length over the paged KV cache on Hopper.
 
     Args:
+        arrays: arguments of the call, q [T,N,H] in bfloat16 or float16.
+        options: options of the call.
+        config: block sizes. None reads the tuning table.
         longer_than: rows of few queries with more positions than this are computed by the split-KV
             kernel. One program would read such a row for longer than the others work.
         interpret: ``plgpu.InterpretGPUParams`` to simulate the kernel without a GPU, or None.
+
+    Returns:
+        [T,N,H] of q's dtype, zero for padding tokens.
     """
     q, k_pages, v_pages, page_table, _, kv_len = arrays
     query_start, case = arrays.starts, attention_case("ragged", arrays, options)

@@ -20,9 +20,9 @@ from pallas_kernels.row_arguments import NormOptions
 
 
 def _norm_kernel(*arrays: Any, names: tuple[str, ...], options: NormOptions) -> None:
-    """Compute one row of the sum and of its norm.
+    """Body of the kernel: compute one row of ``add_norm``, the sum "sum" and its norm "y".
 
-    `arrays` are the operands and outputs named by `names`, in that order.
+    `arrays` are refs of the operands and outputs named by `names`, in that order.
     """
     refs = dict(zip(names, arrays, strict=True))
     _, width = refs["x"].shape
@@ -35,7 +35,7 @@ def _norm_kernel(*arrays: Any, names: tuple[str, ...], options: NormOptions) -> 
         return plt.load(ref.at[(*index, rows, column)], mask=mask, other=0.0)
 
     def normed(numbers: jax.Array, name: str) -> jax.Array:
-        """Compute the RMSNorm of a row in float32. The caller rounds it to x's dtype."""
+        # The result is float32. The caller rounds it.
         dtype = refs["x"].dtype
         scale = plt.load(refs[name].at[column], mask=mask, other=0.0).astype(jnp.float32)
         wide = numbers.astype(jnp.float32)
@@ -73,7 +73,13 @@ def add_norm(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Add delta to x and normalize the sum, with Triton. Return the sum and its norm, [T,D]."""
+    """Add delta to the residual stream x [T,D] and normalize the sum, in one Triton launch.
+
+    Arguments are as in ``pallas_kernels.add_norm``. `interpret` runs the kernel as plain JAX.
+
+    Returns:
+        The sum (x if delta is None) and its RMSNorm (the sum if scale is None), [T,D] of x's dtype.
+    """
     tokens, width = x.shape
     inputs = {"x": x, "delta": delta, "scale": scale, "delta_scale": delta_scale}
     operands = {name: array for name, array in inputs.items() if array is not None}

@@ -67,7 +67,7 @@ MIN_DOT_ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class KvSplit:
-    """Static properties of a call with split KV."""
+    """Compile-time properties of an attention kernel whose KV is split over programs."""
 
     spec: TileSpec  # sizes and options of a tile
     case: Case  # shapes and dtypes of the call
@@ -103,7 +103,8 @@ def _run_piece(
     kv_head: jax.Array,
     split: KvSplit,
 ) -> None:
-    """Compute blocks ``begin`` to ``end`` of a tile. The last piece to finish merges the tile."""
+    """Compute attention of a query tile over its KV blocks [begin, end), and store the result."""
+    # The last piece of a tile to finish merges the results of all its pieces.
     # The pieces of a tile belong to consecutive programs. The first piece can be the last turn of
     # its program, so each program has two places for partial results.
     spec, plan, lines = split.spec, split.plan, refs["lines"]
@@ -181,7 +182,7 @@ def _merged(
     kv_head: jax.Array,
     split: KvSplit,
 ) -> Softmax:
-    """Combine the results of `count` pieces of a tile in order, the first from program `first`."""
+    """Return the `Softmax` of a tile, merged from the stored results of its `count` pieces."""
     columns = head_parts(split.spec.head_dim)
     rows = power_of_two(split.case.group * split.plan.queries)
     at_once = max(1, split.config.merge_numbers // (rows * columns[0][1]))
@@ -244,8 +245,8 @@ def split_and_merge(
 ) -> jax.Array:
     """Compute attention of rows of few queries, with the KV split over programs: [T,N,H].
 
-    `into` [T,N,H] is overwritten at the tokens of these rows. None allocates an array that is
-    defined only at these tokens.
+    `into` [T,N,H] is overwritten at the tokens of these rows and returned. None allocates an array
+    that is defined only at these tokens.
     """
     q, k_pages, v_pages, page_table, query_start, kv_len = arrays
     case, plan, config = split.case, split.plan, split.config
@@ -289,7 +290,7 @@ def paged_decode_attention(
     config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute attention of one query per row with Triton: [R,N,H]."""
+    """Compute attention of one query per row over the paged KV cache with Triton: [R,N,H]."""
     case = attention_case("decode", arrays, options)
     config = config or lookup(DecodeConfig, case)
     config = dataclasses.replace(config, block_tokens=fit_block(config.block_tokens, case))

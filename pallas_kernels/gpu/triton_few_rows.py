@@ -30,7 +30,12 @@ def _kernel(
     config: ProductConfig,
     activation: Activation | None,
 ) -> None:
-    """Compute a block of columns for a block of rows, over one part of the inputs."""
+    """Body of the kernel of a product of few rows: compute a tile of rows and columns.
+
+    A program adds the products of one of `case.parts` parts of the inputs, and writes the tile to
+    the output. With `activation` it computes the two products of a gated MLP and writes
+    ``activation(x @ gate) * (x @ up)``.
+    """
     rows, columns, inner = config.block_rows, config.block_columns, config.block_inner
     part, size = pl.program_id(2), case.D // case.parts
     column = pl.program_id(0) * columns + jnp.arange(columns)
@@ -38,9 +43,10 @@ def _kernel(
     last = (part + 1) * size
 
     def weights(k: jax.Array, *which: int) -> jax.Array:
-        """Load the rows with the numbers `k` of this program's columns: [inner, columns].
+        """Load the elements of w at rows `k` and this program's columns: [inner, columns].
 
-        Elements beyond the matrix are 0. `which` indexes the middle axes of w, if it has any.
+        Elements beyond the matrix are 0. `which` indexes the middle axis of w (gate or up), if w
+        has one.
         """
         shape = (inner, columns)
         down, across = spread(k, shape, 0), spread(column, shape, 1)
@@ -51,7 +57,10 @@ def _kernel(
         return plt.load(w_ref.at[index], mask=mask, other=0.0)
 
     def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Add the products of the inputs of loop step i to the sums [rows, columns]."""
+        """Return the sums [rows, columns] plus the products of the inputs of loop step i.
+
+        There is one array of sums, or two (gate and up) in a gated product.
+        """
         k = part * size + i * inner + jnp.arange(inner)
         shape = (rows, inner)
         down, across = spread(row, shape, 0), spread(k, shape, 1)
@@ -96,7 +105,11 @@ def _product(
     config: ProductConfig,
     interpret: bool,
 ) -> jax.Array:
-    """Run the kernel. Because of `jax.jit` a program traces and lowers it once for all layers."""
+    """Run the kernel of a product of few rows x [T,D]: f32[parts,T,F], or [T,F] if gated.
+
+    The product is gated if `activation` is not None. Because of `jax.jit` a program traces and
+    lowers the kernel once for all layers.
+    """
     if activation is None:
         out = jax.ShapeDtypeStruct((case.parts, case.T, case.F), jnp.float32)
     else:
@@ -123,7 +136,17 @@ def matmul_in_parts(
     config: ProductConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply few rows by a matrix over equal parts of the inputs, with Triton: f32[parts,T,F]."""
+    """Multiply few rows x [T,D] by w [D,F] with Triton, over equal parts of the inputs.
+
+    Args:
+        x, w: operands of the product.
+        case: sizes of the product, with the number of parts.
+        config: block sizes. None reads the tuning table.
+        interpret: run the kernel as plain JAX on any device.
+
+    Returns:
+        f32[parts,T,F]. The sum over the parts is x @ w.
+    """
     return _product(x, w, case, None, config or product_config(case), interpret)
 
 
@@ -136,5 +159,17 @@ def gated_matmul(
     config: ProductConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute ``activation(x @ gate) * (x @ up)`` of few rows with Triton: [T,F]."""
+    """Compute ``activation(x @ gate) * (x @ up)`` of few rows x [T,D] with Triton.
+
+    Args:
+        x: [T,D] rows.
+        w: [D,2,F] gate and up.
+        case: sizes of the product.
+        activation: "silu" or "gelu_tanh".
+        config: block sizes. None reads the tuning table.
+        interpret: run the kernel as plain JAX on any device.
+
+    Returns:
+        [T,F] of x's dtype.
+    """
     return _product(x, w, case, activation, config or product_config(case), interpret)

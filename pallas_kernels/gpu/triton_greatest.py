@@ -54,7 +54,10 @@ def _row_kernel(value_ref: Any, index_ref: Any, out_ref: Any) -> None:
 
 
 def greatest(x: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Return the argmax of each row with Triton: i32[R], -1 for a row that is not finite."""
+    """Return the argmax of each row of x [R,V] with Triton: i32[R].
+
+    The result is -1 for a row with a NaN or an infinity. `interpret` runs the kernels as plain JAX.
+    """
     rows, columns = x.shape
     pieces = -(-columns // PIECE)
     shape = (rows, pieces)

@@ -24,7 +24,12 @@ from pallas_kernels.gpu.tuning import GroupedConfig, grouped_config
 
 
 def tile_plan(group_sizes: jax.Array, rows: int, tile: int) -> jax.Array:
-    """Divide the rows of the groups into tiles of `tile` rows.
+    """Divide the rows of a grouped product into tiles of at most `tile` rows of one group.
+
+    Args:
+        group_sizes: i32[E] rows of each group.
+        rows: number of rows of all groups and of padding after them.
+        tile: most rows of a tile.
 
     Returns:
         i32[tiles, 3]: group (the number of groups for rows after the last group), first row, number
@@ -46,7 +51,10 @@ def tile_plan(group_sizes: jax.Array, rows: int, tile: int) -> jax.Array:
 def _kernel(
     x_ref: Any, w_ref: Any, plan_ref: Any, out_ref: Any, *, case: GroupedCase, config: GroupedConfig
 ) -> None:
-    """Multiply one tile of rows by one block of columns and write the product to out [A,F]."""
+    """Body of the kernel: multiply one tile of rows by a column block of its group's matrix.
+
+    The product is written to out [A,F]. `plan_ref` is the result of `tile_plan`.
+    """
     rows, columns, inner = config.block_rows, config.block_columns, config.block_inner
     tile, block = pl.program_id(0), pl.program_id(1)
     group, first, size = plan_ref[tile, 0], plan_ref[tile, 1], plan_ref[tile, 2]
@@ -57,10 +65,10 @@ def _kernel(
     whole = case.D % inner == 0 and case.F % columns == 0
 
     def weights(start: jax.Array, k: jax.Array) -> jax.Array:
-        """Load rows `start` to `start + inner` of this program's columns: [inner, columns].
+        """Load rows [start, start + inner) of this program's columns: [inner, columns].
 
-        `k` holds the same row numbers of the matrix, i32[inner]. Elements outside the matrix are
-        zero.
+        The rows and columns belong to the matrix of the tile's group. `k` holds the same row
+        numbers, i32[inner]. Elements outside the matrix are zero.
         """
         if whole:
             return w_ref[matrix, pl.ds(start, inner), pl.ds(block * columns, columns)]
@@ -73,7 +81,7 @@ def _kernel(
         return plt.load(w_ref.at[matrix, down, across], mask=mask, other=0.0)
 
     def step(i: jax.Array, acc: jax.Array) -> jax.Array:
-        """Add the products of the inputs of loop step i to acc [rows, columns]."""
+        """Return the sums acc [rows, columns] plus the products of the inputs of loop step i."""
         k = i * inner + jnp.arange(inner)
         across = jnp.broadcast_to(k[None, :], (rows, inner))
         mask = jnp.broadcast_to(valid[:, None], (rows, inner))
@@ -102,7 +110,18 @@ def grouped_matmul(
     config: GroupedConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply rows, sorted by group, each by the matrix of its group, with Triton: [A,F]."""
+    """Multiply rows x [A,D], sorted by group, each by the matrix of its group, with Triton.
+
+    Args:
+        x: [A,D] rows.
+        w: [E,D,F] matrices of the groups.
+        group_sizes: i32[E] rows of each group.
+        config: block sizes. None reads the tuning table.
+        interpret: run the kernel as plain JAX on any device.
+
+    Returns:
+        [A,F] of x's dtype, zero for rows after the last group.
+    """
     case = grouped_case(target_device(), x, w, group_sizes)
     config = config or grouped_config(case)
     plan = tile_plan(group_sizes, case.A, config.block_rows)

@@ -26,13 +26,19 @@ from pallas_kernels.reference import FP8_MAX
 def cast_to_store(
     value: jax.Array, scale: jax.Array | None, dtype: jnp.dtype, *, rounds_to_fp8: bool
 ) -> jax.Array:
-    """Convert keys or values to the dtype of pages: divide by the scale, clip for float8, cast.
+    """Convert keys or values to the dtype of pages: divide by the scale, clip to ±448, cast.
+
+    Only numbers for float8 pages are clipped.
 
     Args:
         value: of a dtype of at least 16 bits.
         scale: f32, a scalar or of the shape of value, or None.
         dtype: dtype of the pages.
-        rounds_to_fp8: whether the card has an instruction that rounds to float8.
+        rounds_to_fp8: whether the card has an instruction that rounds to float8. Otherwise integer
+            operations compute the bits.
+
+    Returns:
+        An array of the shape of value and of `dtype`.
     """
     if scale is not None or dtype == FP8:
         value = value.astype(jnp.float32)
@@ -57,9 +63,10 @@ def _write_kernel(
     scaled: bool,
     rounds_to_fp8: bool,
 ) -> None:
-    """Store the key and value of one token in its page.
+    """Body of the kernel: store the key and value of one token in its page of the KV cache.
 
-    ``rest``: k_scale and v_scale if ``scaled``, the aliased inputs, and the outputs.
+    A token whose slot is outside [0, slots) is not stored. ``rest`` are the refs of k_scale and
+    v_scale if ``scaled``, of the pages before (aliased, not read), and of the pages to write.
     """
     scale_refs: Any = rest[:2] if scaled else (None, None)
     out_refs = rest[-2:]
@@ -97,7 +104,11 @@ def kv_write(
     config: KvWriteConfig | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``kv_write`` with Triton: the new (k_pages, v_pages)."""
+    """Store the keys and values [T,K,H] of a step in their pages, with Triton.
+
+    Arguments are as in ``pallas_kernels.kv_write``. `config` None reads the tuning table, and
+    `interpret` runs the kernel as plain JAX. Returns the new (k_pages, v_pages).
+    """
     case = kv_write_case(
         target_device(), k, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale
     )

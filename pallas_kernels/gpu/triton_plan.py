@@ -34,7 +34,11 @@ COLUMNS = 10
 
 @dataclasses.dataclass(frozen=True)
 class SplitPlan:
-    """Division of the KV of a step's rows, as far as it does not depend on their lengths."""
+    """Division of the KV of rows of few queries over programs, independent of the rows' lengths.
+
+    It holds the sizes that are known when the kernel is compiled. `split_lines` computes the
+    shares of a step from the lengths.
+    """
 
     rows: int  # R
     queries: int  # most queries of a tile
@@ -50,10 +54,17 @@ class SplitPlan:
     def of(
         cls, case: Case, config: DecodeConfig, window: int | None, queries: int = 1, tiles: int = 1
     ) -> SplitPlan:
-        """Return how a decode attention call divides its sequences' token blocks over programs.
+        """Return the `SplitPlan` of an attention call.
 
-        `window` limits the blocks that a sequence can need. The number of programs is at least 1,
-        and limited by the streaming multiprocessors, by the blocks, and by ARRIVALS.
+        The number of programs is at least 1, and limited by the streaming multiprocessors, by the
+        blocks of KV, and by ARRIVALS.
+
+        Args:
+            case: shapes and device of the call.
+            config: block sizes.
+            window: positions that a query sees, which limits the blocks, or None.
+            queries: most queries of a tile.
+            tiles: most tiles of a row.
         """
         block = config.block_tokens
         most = -(-case.M * case.S // block)
@@ -65,31 +76,31 @@ class SplitPlan:
 
     @property
     def few(self) -> int:
-        """Most queries of a row whose KV is split."""
+        """Most queries of a row whose KV is split over programs."""
         return self.queries * self.tiles
 
     @property
     def count(self) -> int:
-        """Number of tiles, including unused ones."""
+        """Number of tiles of queries of all rows, unused tiles included."""
         return self.rows * self.tiles
 
     def shares(self, total: jax.Array) -> jax.Array:
-        """Return the number of shares of `total` blocks.
+        """Return into how many shares the programs of a kv head divide `total` blocks of KV.
 
-        Share s begins at block s * total / shares.
+        Share s begins at block s * total / shares. The number is at most the number of programs.
         """
         return jnp.minimum(ceil_div(total, self.min_blocks), self.programs)
 
     @property
     def is_merged(self) -> bool:
-        """Whether a tile can be in several shares, so that partial results must be merged."""
+        """Whether a tile of queries can be in several shares, whose results must be merged."""
         return self.programs > 1
 
 
 def _plan_kernel(*refs: Any, plan: SplitPlan) -> None:
-    """Write one line of the plan; see `split_lines`.
+    """Body of the kernel: compute the plan of `split_lines` and write one line of it.
 
-    ``refs``: kv_len, query_start if rows can have several queries, and the lines.
+    ``refs`` are kv_len, query_start if rows can have several queries, and the lines to write.
     """
     length_ref, out_ref = refs[0], refs[-1]
     tile = jnp.arange(power_of_two(plan.count))
@@ -150,17 +161,21 @@ def split_lines(
 ) -> jax.Array:
     """Divide the KV blocks of rows of few queries over programs.
 
+    A tile is the queries of a row, or `plan.queries` of them. Blocks are numbered over all tiles.
+
     Args:
+        plan: sizes of tiles and blocks.
         kv_len: i32[R] positions of each row.
         query_start: i32[R+1] as in ``ragged_paged_attention``. None if row r has only query r.
+        interpret: run the kernel as plain JAX on any device.
 
     Returns:
         i32[max(tiles, programs + 1), 10]. The first seven columns of line t describe tile t: its
         row, its first token, its number of queries (0 if unused), the position of its first query,
-        the first block that they see, the number of blocks before this tile in the plan, and its
-        number of blocks. The last three columns of line p describe program p: its first tile, the
-        last tile of the program before, and its first block in the plan. Line ``programs`` has the
-        end of all blocks.
+        the first block that its queries see, the number of blocks of earlier tiles, and its number
+        of blocks. The last three columns of line p describe program p: its first tile, the last
+        tile of the program before, and its first block. Line ``programs`` has the end of all
+        blocks.
     """
     operands = [kv_len] if query_start is None else [kv_len, query_start]
     lines = max(plan.count, plan.programs + 1)

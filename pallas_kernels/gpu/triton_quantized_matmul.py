@@ -23,7 +23,10 @@ from pallas_kernels.quantized_codes import codes_a_row, decode, halves, scaled
 
 
 class Tile(NamedTuple):
-    """Sizes of a program's tile: tokens, outputs, rows of codes per turn of its loop, warps."""
+    """Sizes of a tile that a program of a quantized product computes.
+
+    The fields are tokens, outputs, rows of codes per turn of the loop over the inputs, and warps.
+    """
 
     tokens: int
     outputs: int
@@ -32,7 +35,7 @@ class Tile(NamedTuple):
 
 
 def default_tile(tokens: int, dtype: jnp.dtype) -> Tile:
-    """Return the `Tile` for `tokens` tokens of a dtype.
+    """Return the `Tile` of a quantized product of `tokens` rows of activations of `dtype`.
 
     Tiles are small for few tokens, so that there are programs for every SM. They are large for many
     tokens, because each tile of tokens dequantizes the weight again. The tiles for 16 bits compile
@@ -46,7 +49,10 @@ def default_tile(tokens: int, dtype: jnp.dtype) -> Tile:
 
 
 def grouped_tile(rows: int, groups: int, dtype: jnp.dtype) -> Tile:
-    """Return the `Tile` for `rows` rows of all groups, chosen by the mean rows of a group."""
+    """Return the `Tile` of a quantized grouped product, chosen by the mean rows of a group.
+
+    `rows` is the number of rows of all groups, and `dtype` the dtype of the activations.
+    """
     if dtype.itemsize > 2:  # without tensor cores: small tiles, many threads
         return Tile(16, 64, 32, warps=8)
     return default_tile(-(-rows // groups), dtype)
@@ -55,11 +61,11 @@ def grouped_tile(rows: int, groups: int, dtype: jnp.dtype) -> Tile:
 def _load_by_group(
     ref: Any, before: tuple, turn: Any, column: Any, column_mask: Any, tile: Tile, size: int
 ) -> Any:
-    """Load scales, zero points or minima for the rows of codes of one turn: [rows or 1, outputs].
+    """Load the scales, zero points or minima of the rows of codes of one turn of the loop.
 
-    The rows of a group share one number. A turn within a group loads one row of numbers, and a turn
-    of whole groups one row per group. Numbers for every row of codes would take as much shared
-    memory as the codes.
+    A group of rows shares a number per output. A turn within a group loads one row of numbers, and
+    a turn of whole groups one row per group. Numbers for every row of codes would take as much
+    shared memory as the codes.
 
     Args:
         ref: scales, zero points or minima [*before, groups, O].
@@ -67,7 +73,11 @@ def _load_by_group(
         turn: turn of the loop over ``tile.rows`` rows.
         column: i32[outputs] columns to load.
         column_mask: bool[1, outputs], the columns that exist.
+        tile: sizes of the tile.
         size: rows of a group.
+
+    Returns:
+        [tile.rows, outputs], or [1, outputs] if all rows of the turn are in one group.
     """
     groups, start = ref.shape[-2], turn * tile.rows
     count = tile.rows
@@ -88,7 +98,7 @@ def _load_by_group(
 
 
 class _Refs(NamedTuple):
-    """Operands of a kernel."""
+    """Refs of the operands of a kernel for a product with a quantized weight."""
 
     x: Any  # [parts*T,R], the ``halves`` of x stacked, for R rows of codes
     values: Any  # [*before,R,O]
@@ -98,7 +108,7 @@ class _Refs(NamedTuple):
 
     @property
     def grouped(self) -> bool:
-        """Whether a column has several scales, one for each group of its inputs, or has zeros."""
+        """Whether a column of the weight has several scales (one per group of inputs) or zeros."""
         return self.scales.shape[-2] > 1 or self.zeros is not None
 
 
@@ -109,9 +119,18 @@ def _grid(index: Any, other: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
 def _adder(
     refs: _Refs, form: str, tile: Tile, token: Any, token_mask: Any, column: Any, column_mask: Any
 ) -> Callable[[Any, Any], Any]:
-    """Return the body of a loop. It adds the products of the rows of codes of a turn to `acc`.
+    """Return the body of the loop over the rows of codes of a quantized weight.
 
-    The rows of codes are dequantized first, by group if the scales are by group.
+    The body takes the turn and the sums `acc` f32[tokens, outputs] of a tile. It dequantizes the
+    turn's rows of codes, and returns `acc` plus their products with x. If a column has a single
+    scale, the codes are not scaled.
+
+    Args:
+        refs: operands.
+        form: form of the codes.
+        tile: sizes of the tile.
+        token, token_mask: i32[tokens] rows of x, and bool[tokens, 1], the rows that exist.
+        column, column_mask: i32[outputs] columns, and bool[1, outputs], the columns that exist.
     """
     rows, groups = refs.values.shape[-2], refs.scales.shape[-2]
     tokens = refs.x.shape[0] // codes_a_row(form)
@@ -141,9 +160,10 @@ def _adder(
 def _kernel(
     x_ref: Any, values_ref: Any, scales_ref: Any, *rest: Any, form: str, tile: Tile
 ) -> None:
-    """Compute one tile of tokens and outputs and write it to the output [T,O].
+    """Body of the kernel: multiply a tile of tokens by a tile of columns of a quantized weight.
 
-    ``rest``: zero points or minima if the weight has them, and the output.
+    The product is written to the output [T,O]. ``rest`` are the refs of zero points or minima, if
+    the weight has them, and of the output.
     """
     *zeros_refs, out_ref = rest
     refs = _Refs(x_ref, values_ref, scales_ref, zeros_refs[0] if zeros_refs else None, ())
@@ -164,9 +184,10 @@ def _kernel(
 def _grouped_kernel(
     x_ref: Any, values_ref: Any, scales_ref: Any, *rest: Any, form: str, tile: Tile
 ) -> None:
-    """Compute one tile of rows and columns and write it to the output [A,O].
+    """Body of the kernel: multiply a tile of rows of one group by columns of the group's weight.
 
-    ``rest``: zero points or minima if the weights have them, the plan of tiles, and the output.
+    The product is written to the output [A,O]. ``rest`` are the refs of zero points or minima, if
+    the weights have them, of the plan of tiles, and of the output.
     """
     *zeros_refs, plan_ref, out_ref = rest
     columns = out_ref.shape[1]
@@ -202,9 +223,10 @@ def quantized_matmul(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply x by a quantized weight with Triton: f32[T,O].
+    """Multiply x [T,I] by a quantized weight with Triton: f32[T,O].
 
-    ``tile`` None selects the `default_tile`.
+    `tile` None selects the `default_tile`, and `interpret` runs the kernel as plain JAX. The other
+    arguments are as in ``pallas_kernels.quantized_matmul``.
     """
     tokens, columns = x.shape[0], values.shape[1]
     tile = tile or default_tile(tokens, x.dtype)
@@ -230,9 +252,11 @@ def quantized_grouped_matmul(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply rows, sorted by group, by the quantized matrix of their group, with Triton: [A,O].
+    """Multiply rows x [A,I], sorted by group, each by the quantized matrix of its group: [A,O].
 
-    ``tile`` None selects the `grouped_tile`.
+    A Triton kernel computes the product, in x's dtype. `tile` None selects the `grouped_tile`, and
+    `interpret` runs the kernel as plain JAX. The other arguments are as in
+    ``pallas_kernels.quantized_grouped_matmul``.
     """
     total, columns = x.shape[0], values.shape[2]
     tile = tile or grouped_tile(total, values.shape[0], x.dtype)

@@ -56,9 +56,12 @@ MOST_TILES = 4
 
 
 def tile_count(tokens: int, rows: int, tile: int, few: int) -> int:
-    """Return the most tiles that `tokens` tokens of `rows` rows and of padding can need.
+    """Return an upper limit of the number of tiles of queries of a step, from its shapes alone.
 
     Args:
+        tokens: tokens of all rows and of the padding.
+        rows: number of rows.
+        tile: tokens of a tile.
         few: rows of at most this many queries have no tiles.
     """
     return tokens // tile + min(rows, tokens // (few + 1)) + 1
@@ -67,12 +70,20 @@ def tile_count(tokens: int, rows: int, tile: int, few: int) -> int:
 def tiled_counts(
     query_start: jax.Array, kv_len: jax.Array, tokens: int, few: int, longer_than: int = -1
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the number of queries, and of queries in tiles, of each row and of the padding.
+    """Return how many queries each row has, and how many of them are computed in tiles.
 
-    Rows of at most ``few`` queries get no tiles if they have more than ``longer_than`` positions.
+    A row of at most ``few`` queries and of more than ``longer_than`` positions has no tiles. Its
+    second number is 0. All queries of any other row are in tiles.
+
+    Args:
+        query_start: i32[R+1] first token of each row.
+        kv_len: i32[R] positions of each row.
+        tokens: tokens of all rows and of the padding.
+        few: most queries of a row without tiles. 0 gives tiles to all rows.
+        longer_than: most positions of a row of few queries that has tiles.
 
     Returns:
-        Two i32[R+1].
+        Two i32[R+1]. The last number of each is the number of padding tokens.
     """
     starts = jnp.concatenate([query_start, jnp.full((1,), tokens, jnp.int32)])
     counts = jnp.maximum(starts[1:] - starts[:-1], 0)
@@ -90,10 +101,16 @@ def tile_plan(
     few: int,
     longer_than: int = -1,
 ) -> jax.Array:
-    """Divide the queries of rows into tiles of `tile` tokens.
+    """Divide the queries of the rows of a step into tiles of `tile` tokens.
 
-    `tiled_counts` defines which rows get tiles. Padding tokens are an additional row without keys,
-    so their result is zero.
+    `tiled_counts` defines which rows get tiles, by `few` and `longer_than`. Padding tokens are an
+    additional row without keys, so their result is zero.
+
+    Args:
+        query_start: i32[R+1] first token of each row.
+        kv_len: i32[R] positions of each row.
+        tokens: tokens of all rows and of the padding.
+        tile: tokens of a tile.
 
     Returns:
         i32[tiles, 4]: row, first token, number of tokens (0 for unused tiles), position of the
@@ -115,9 +132,10 @@ def tile_plan(
 
 
 def _tile_kernel(*arrays: Any, names: tuple[str, ...], spec: TileSpec, group: int) -> None:
-    """Compute one tile of one kv head and write it to its tokens of out [T,N,H].
+    """Body of the kernel: compute attention of one tile of queries of one kv head.
 
-    `arrays` are the operands and the output named by `names`, in that order.
+    The result is written to the tile's tokens of out [T,N,H]. `arrays` are refs of the operands and
+    the output named by `names`, in that order.
     """
     refs = dict(zip(names, arrays, strict=True))
     tile_ref = refs["tiles"]
@@ -150,10 +168,17 @@ def ragged_paged_attention(
     decode_config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute causal attention of rows of any length with Triton: [T,N,H].
+    """Compute causal attention of rows of any length over the paged KV cache with Triton.
 
     Args:
+        arrays: arguments of the call, q [T,N,H].
+        options: options of the call.
+        config: block sizes of the tiles. None reads the tuning table.
         decode_config: block sizes for the rows of few queries. None means the defaults.
+        interpret: run the kernels as plain JAX on any device.
+
+    Returns:
+        [T,N,H] of q's dtype, zero for padding tokens.
     """
     case = attention_case("ragged", arrays, options)
     config = config or lookup(RaggedConfig, case)
@@ -169,9 +194,15 @@ def few_query_split(
     decode_config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> KvSplit:
-    """Return the split of the KV of rows of few queries, with its block sizes.
+    """Return how the KV of rows of few queries is split over programs, as a `KvSplit`.
 
-    The tuned sizes for decodes do not apply here: tiles of several queries take more registers.
+    Args:
+        case: shapes and dtypes of the call.
+        config: sizes, with the most queries of such a row.
+        options: options of the call.
+        decode_config: block sizes. None means the defaults, because tiles of several queries take
+            more registers than the tuned sizes for decodes allow.
+        interpret: run the kernel as plain JAX on any device.
     """
     sizes = decode_config if decode_config is not None else defaults(DecodeConfig, case)
     sizes = dataclasses.replace(sizes, block_tokens=fit_block(sizes.block_tokens, case))
@@ -191,7 +222,10 @@ def _tiles(
     few: int,
     interpret: bool,
 ) -> jax.Array:
-    """Compute every tile of the step, except for rows of at most ``few`` queries."""
+    """Compute attention of the rows of more than ``few`` queries in tiles, with Triton: [T,N,H].
+
+    Padding tokens are zero. Tokens of rows of at most ``few`` queries are undefined.
+    """
     q, k_pages, v_pages, page_table, _, kv_len = arrays
     block = fit_block(config.block_tokens, case)
     spec = TileSpec.of(case, config.tile_rows, block, options)

@@ -28,7 +28,10 @@ ARRAYS = ("bias", "query_norm", "key_norm", "mean_squares", "k_scale", "v_scale"
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Columns of a head: `size` columns from `first` on, `step` apart. It lives for one trace."""
+    """Some columns of a head: `size` columns from `first` on, `step` apart.
+
+    An instance caches traced arrays, so it lives for one trace.
+    """
 
     first: int
     step: int
@@ -36,7 +39,7 @@ class _Piece:
 
     @functools.cached_property
     def index(self) -> jax.Array:
-        """Numbers of the columns within the piece, padded to a power of two."""
+        """Numbers 0, 1, ... of the columns within the piece of a head, padded to a power of two."""
         return jnp.arange(power_of_two(self.size))
 
     @functools.cached_property
@@ -60,9 +63,16 @@ def _pieces(head_dim: int, pairs: int, interleaved: bool) -> list[_Piece]:
 def _loaded(
     refs: dict[str, Any], heads: jax.Array, piece: _Piece, valid: jax.Array, dtype: Any
 ) -> jax.Array:
-    """Load columns of heads of this program's token and kv head: f32[heads, columns].
+    """Load columns of some heads of qkv for this program's token and kv head: f32[heads, columns].
 
-    Parts are summed, the bias is added, and the sum is rounded to dtype.
+    If qkv has parts, they and the bias are summed, and the sum is rounded to dtype.
+
+    Args:
+        refs: operands of the kernel by name.
+        heads: numbers of the heads: G query heads, then the key and the value.
+        piece: columns of a head.
+        valid: bool[heads]. Other heads are zero.
+        dtype: dtype of the queries.
     """
     token, kv_head = pl.program_id(0), pl.program_id(1)
     shape = (heads.shape[0], piece.index.shape[0])
@@ -91,12 +101,16 @@ def _normed(
     options: QkvOptions,
     dtype: Any,
 ) -> list[jax.Array]:
-    """Compute the RMSNorm of every head of a tile: a list of f32[heads, columns], rounded to dtype.
+    """Return the RMSNorm of every head of a tile: a list of f32[heads, columns], rounded to dtype.
 
     Args:
+        refs: operands of the kernel by name.
         tile: columns of the heads, one array for each of `pieces`.
         name: operand with the scales, "query_norm" or "key_norm".
         heads: numbers of the heads in that operand.
+        pieces: columns of each array.
+        options: eps, offset and rounding of the norm.
+        dtype: dtype of the queries.
     """
     ref, norm = refs[name], options.norm
     if "mean_squares" in refs:
@@ -137,9 +151,17 @@ def _rotated(refs: dict[str, Any], tile: list[jax.Array], pieces: list[_Piece]) 
 def _kernel(
     *arrays: Any, names: tuple[str, ...], case: Case, options: QkvOptions, pairs: int
 ) -> None:
-    """Compute one kv head of one token: queries, key and value.
+    """Body of the kernel: compute ``rope_kv_write`` for one kv head of one token.
 
-    `arrays` are the operands and outputs named by `names`, in that order.
+    It writes the G rotated queries to "query", and the key and value to their page. It also clears
+    a share of the counters "arrivals".
+
+    Args:
+        arrays: refs of the operands and outputs named by `names`, in that order.
+        names: names of the arrays.
+        case: shapes and dtypes of the call.
+        options: static options.
+        pairs: number of pairs of columns to rotate, 0 for no rotation.
     """
     refs = dict(zip(names, arrays, strict=True))
     token, kv_head = pl.program_id(0), pl.program_id(1)
@@ -204,7 +226,14 @@ def rope_kv_write(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Compute ``rope_kv_write`` with Triton: the queries, the new pages and zeroed counters."""
+    """Normalize and rotate queries and keys, and store keys and values in pages, with Triton.
+
+    Arguments are as in ``pallas_kernels.rope_kv_write``, with the `case` of the call. `interpret`
+    runs the kernel as plain JAX.
+
+    Returns:
+        Queries [T,N,H], the new k_pages and v_pages, and counters i32[ARRIVALS] of zeros.
+    """
     inputs = {"slots": slot_mapping, "qkv": qkv, "bias": options.bias}
     inputs |= {"query_norm": options.query_norm, "key_norm": options.key_norm}
     inputs |= {"mean_squares": options.mean_squares}

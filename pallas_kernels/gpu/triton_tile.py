@@ -48,36 +48,33 @@ def power_of_two(n: int) -> int:
 
 
 def ceil_div(a: jax.Array | int, b: jax.Array | int) -> jax.Array:
-    """Return the ceiling of a / b for non-negative int32."""
+    """Return the ceiling of a / b for non-negative int32 numbers, as int32."""
     a = jnp.asarray(a, jnp.int32)
     return lax.div(a + (b - 1), jnp.int32(b) if isinstance(b, int) else b)
 
 
 def spread(numbers: jax.Array, shape: tuple[int, ...], *axes: int) -> jax.Array:
-    """Broadcast an array to `shape`. Its dimensions become the dimensions `axes` of the result.
-
-    `jnp.broadcast_to` after adding axes has the same result with several times as many operations
-    to trace.
-    """
+    """Broadcast an array to `shape`. Its dimensions become the dimensions `axes` of the result."""
+    # After adding axes, `jnp.broadcast_to` takes several times as many operations to trace.
     return lax.broadcast_in_dim(numbers, shape, axes)
 
 
 def running_sum(counts: jax.Array) -> jax.Array:
-    """Return the inclusive sums of a short i32 vector in one reduction. A cumsum is several."""
+    """Return the inclusive cumulative sums of a short i32 vector, in one reduction."""
     n = counts.shape[0]
     earlier = jnp.arange(n)[None, :] <= jnp.arange(n)[:, None]
     return jnp.where(earlier, counts[None, :], 0).sum(axis=1, dtype=jnp.int32)
 
 
 def owner(ends: jax.Array, items: int) -> jax.Array:
-    """Return i32[items]: for each item, the first row whose inclusive end is beyond the item."""
+    """Return i32[items]: for each number 0, 1, ..., the first row whose end is greater."""
     passed = ends[None, :] <= jnp.arange(items, dtype=jnp.int32)[:, None]
     return passed.sum(axis=1, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class TileSpec:
-    """Static properties of a tile."""
+    """Compile-time sizes and options of a tile of queries of the Triton attention kernels."""
 
     tile_rows: int  # query rows (tokens x heads of a group) of the tile
     block_tokens: int  # KV positions per loop step
@@ -95,7 +92,7 @@ class TileSpec:
     def of(
         cls, case: Case, tile_rows: int, block_tokens: int, options: AttentionOptions
     ) -> TileSpec:
-        """Return the spec of a call."""
+        """Return the `TileSpec` of an attention call with tiles of `tile_rows` query rows."""
         compute = case.query_dtype
         # Hopper converts two float8 values to float16 with one instruction, and to bfloat16 with
         # several.
@@ -114,7 +111,7 @@ class TileSpec:
         )
 
     def widen(self, x: jax.Array) -> jax.Array:
-        """Convert a block of a page to the dtype of the products."""
+        """Convert keys or values of a page to the dtype of the products, and return them."""
         if not self.fp8_by_integers:
             return x.astype(self.compute_dtype)
         return fp8_bits.widen(lax.bitcast_convert_type(x, jnp.uint8), self.compute_dtype)
@@ -122,7 +119,7 @@ class TileSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Positions and blocks that a tile reads, as traced int32 scalars."""
+    """Positions and blocks of keys that a tile of queries reads, as traced int32 scalars."""
 
     begin: jax.Array  # the positions [begin, end) that at least one query of the tile sees
     end: jax.Array
@@ -135,7 +132,10 @@ class Span:
 def tile_bounds(
     first_position: jax.Array, last_position: jax.Array, window: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return (begin, end, full_begin, full_end) of `Span` for queries at the given positions."""
+    """Return the bounds (begin, end, full_begin, full_end) of positions that a query tile sees.
+
+    At least one query sees positions [begin, end), and every query [full_begin, full_end).
+    """
     zero = jnp.int32(0)
     end = jnp.maximum(last_position + 1, zero)
     full_end = jnp.maximum(first_position + 1, zero)
@@ -155,7 +155,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def load_queries(
     q_ref: Any, token: jax.Array, head: jax.Array, valid: jax.Array, spec: TileSpec
 ) -> Parts:
-    """Load the queries of a tile, [tile_rows, part] each, with zeros in rows that are not valid."""
+    """Load the queries of a tile, zero in rows that are not `valid`: parts [tile_rows, part]."""
     parts = []
     for start, size in head_parts(spec.head_dim):
         shape = (spec.tile_rows, size)
@@ -169,7 +169,7 @@ def load_queries(
 def store_rows(
     out_ref: Any, token: jax.Array, head: jax.Array, valid: jax.Array, parts: Parts, spec: TileSpec
 ) -> None:
-    """Write the valid rows of a tile to out_ref[token, head, :]."""
+    """Write the valid rows of a tile's attention `parts` to out_ref[token, head, :]."""
     for (start, _), part in zip(head_parts(spec.head_dim), parts, strict=True):
         shape = part.shape
         column = spread(start + jnp.arange(shape[1]), shape, 1)
@@ -181,7 +181,7 @@ def store_rows(
 def normalized(
     refs: dict[str, Any], softmax: Softmax, kv_head: jax.Array, head: jax.Array, valid: jax.Array
 ) -> Parts:
-    """Return attention parts: add the sinks, divide by the sum of the softmax, scale the values."""
+    """Return a tile's attention: `softmax` with sinks added, divided by its sum, times v_scale."""
     acc, top, total = softmax
     if "sinks" in refs:
         sink = plt.load(refs["sinks"].at[head], mask=valid, other=0.0) * LOG2E
@@ -197,7 +197,7 @@ def normalized(
 
 @dataclasses.dataclass(frozen=True)
 class RowPages:
-    """Pages that the queries of a tile read: one row of the page table and one kv head."""
+    """KV cache pages that the queries of a tile read: a row of the page table and a kv head."""
 
     keys: Any  # refs of the pages [P,K,S,H]
     values: Any
@@ -208,7 +208,7 @@ class RowPages:
 
     @classmethod
     def of(cls, refs: dict[str, Any], row: jax.Array, kv_head: jax.Array) -> RowPages:
-        """Return the pages of a row and kv head, from the refs of a kernel by name."""
+        """Return the `RowPages` of a row and kv head, from the refs of a kernel by name."""
         scale = refs["k_scale"][kv_head] if "k_scale" in refs else None
         return cls(refs["k"], refs["v"], refs["table"], row, kv_head, scale)
 
@@ -216,7 +216,7 @@ class RowPages:
 def attend(
     queries: Parts, position: jax.Array, pages: RowPages, span: Span, spec: TileSpec
 ) -> Softmax:
-    """Compute the unnormalized attention of a tile over the blocks of its span.
+    """Compute the unnormalized attention of a tile of queries over the blocks of its span.
 
     Args:
         queries: parts [tile_rows, part] of q, one for each piece of ``head_parts``.
@@ -233,7 +233,7 @@ def attend(
     factor = factor if pages.key_scale is None else factor * pages.key_scale
 
     def loader(i: jax.Array, masked: bool):
-        """Return a function that reads one part of block i of the pages as [block, part]."""
+        """Return a function (ref, start, size) that loads columns of KV block i: [block, size]."""
         if block <= page_size:
             page = pages.table[pages.row, lax.shift_right_logical(i * block, shift)]
             inside = pl.ds(lax.bitwise_and(i * block, page_size - 1), block)
@@ -246,7 +246,7 @@ def attend(
         return lambda ref, start, size: ref[page, pages.kv_head, inside, pl.ds(start, size)]
 
     def step(i: jax.Array, carry: tuple, masked: bool) -> tuple:
-        """Add block i to the softmax: acc parts [tile_rows, part], maxima and sums [tile_rows]."""
+        """Return acc, maxima and sums of the softmax after block i. `masked` hides unseen keys."""
         acc, top, total = carry
         load = loader(i, masked)
         key_position = i * block + jnp.arange(block)

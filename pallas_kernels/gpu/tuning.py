@@ -34,7 +34,7 @@ TABLES = pathlib.Path(__file__).parent / "tuned"
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Sizes of attention with split KV."""
+    """Block sizes of attention with split KV, for decodes."""
 
     block_tokens: int = 64  # KV positions per loop step. Above the page size, pages are gathered.
     num_warps: int = 4  # of the attention kernel
@@ -46,7 +46,7 @@ class DecodeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedConfig:
-    """Sizes of tiles of query tokens times the heads of a group."""
+    """Block sizes of attention of rows of any length. A tile is query tokens times group heads."""
 
     tile_rows: int = 128  # rows (tokens x group heads) of a tile, a power of two from 16 on
     block_tokens: int = 64  # as in ``DecodeConfig``
@@ -59,7 +59,10 @@ class RaggedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicConfig:
-    """Sizes of the Hopper kernel. Each compute warpgroup takes 64 rows of the same tile."""
+    """Block sizes of the Hopper attention kernel.
+
+    Each compute warpgroup takes 64 rows of the same tile of queries.
+    """
 
     block_tokens: int = 64
     num_stages: int = 4
@@ -68,16 +71,16 @@ class MosaicConfig:
 
 @dataclasses.dataclass(frozen=True)
 class KvWriteConfig:
-    """Size of the KV write, which has one program per token."""
+    """Number of warps of the kernel that writes keys and values, which has a program per token."""
 
     num_warps: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedConfig:
-    """Sizes of a grouped product: rows and columns of a program, inputs of a loop step.
+    """Block sizes of a grouped product: rows and columns of a program, inputs of a loop step.
 
-    The block sizes are powers of two from 16 on.
+    They are powers of two from 16 on.
     """
 
     block_rows: int = 64
@@ -89,9 +92,9 @@ class GroupedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ProductConfig:
-    """Sizes of a product of few rows: rows and columns of a program, inputs of a loop step.
+    """Block sizes of a product of few rows: rows and columns of a program, inputs of a loop step.
 
-    The block sizes are powers of two from 16 on.
+    They are powers of two from 16 on.
     """
 
     block_rows: int = 16
@@ -112,25 +115,37 @@ Fitted = TypeVar("Fitted", DecodeConfig, RaggedConfig)
 
 
 def table_path(device: DeviceLimits) -> pathlib.Path:
-    """Return the path of a card's table: tuned/9.0/h200.json for "NVIDIA H200"."""
+    """Return the path of a card's table of block sizes: tuned/9.0/h200.json for "NVIDIA H200".
+
+    The file may not exist.
+    """
     words = [w for w in device.kind.lower().replace("/", " ").split() if w != "nvidia"]
     return TABLES / ".".join(map(str, device.capability)) / ("-".join(words) + ".json")
 
 
 def read_entries(device: DeviceLimits) -> list[dict]:
-    """Read the table of a card, or of another card of its compute capability if it has none."""
+    """Return the entries of a card's table of block sizes, as the JSON file lists them.
+
+    A card without a table has the entries of another card of its compute capability, or none.
+    """
     path = table_path(device)
     paths = [path] if path.is_file() else sorted(path.parent.glob("*.json"))
     return json.loads(paths[0].read_text())["entries"] if paths else []
 
 
 def attention_memory(case: Case, rows: int, block_tokens: int, num_stages: int) -> int:
-    """Return the bytes of shared memory that a tile of query rows takes, as measured by compiling.
+    """Return the bytes of shared memory that an attention kernel takes, as measured by compiling.
 
     Queries and weights of the softmax have the dtype of the products. Three blocks of keys and
     values together are in flight for any number of stages above one. Half a float8 block is
     converted at a time. Products of warpgroups hold four blocks and no weights, on cards with more
     than twice the memory.
+
+    Args:
+        case: shapes and dtypes of the call.
+        rows: query rows of a tile.
+        block_tokens: positions of a block of keys and values.
+        num_stages: stages of the loop over blocks.
     """
     itemsize = case.page_dtype.itemsize
     blocks = (3 if num_stages > 1 else 1) * itemsize + (1 if itemsize == 1 else 0)
@@ -143,7 +158,10 @@ SMALL_ARRAYS = 512
 
 
 def fitted(config: Fitted, case: Case, rows: int) -> Fitted:
-    """Halve the block size of a configuration until a tile of `rows` rows fits the card."""
+    """Return `config` with `block_tokens` halved until a tile fits the card's shared memory.
+
+    `rows` is the number of query rows of a tile. `block_tokens` stays at least 16.
+    """
     block = config.block_tokens
     while block > 16:
         if attention_memory(case, rows, block, config.num_stages) <= case.device.shared_memory:
@@ -153,9 +171,9 @@ def fitted(config: Fitted, case: Case, rows: int) -> Fitted:
 
 
 def fit_block(block_tokens: int, case: Case) -> int:
-    """Halve a block size while it exceeds the longest KV of a row, but not below 16.
+    """Return `block_tokens`, halved while half of it still holds the longest KV of a row.
 
-    Products of tensor cores have at least 16 rows.
+    The result is at least 16, the rows of the smallest product of tensor cores.
     """
     longest = case.M * case.S
     while block_tokens > 16 and block_tokens // 2 >= longest:
@@ -164,7 +182,10 @@ def fit_block(block_tokens: int, case: Case) -> int:
 
 
 def defaults(kind: type[Config], case: Case) -> Any:
-    """Return block sizes for a call that fit the card and spill no registers."""
+    """Return the default block sizes for attention or a KV write, as an instance of `kind`.
+
+    They fit the shared memory of the card of the call `case`, and spill no registers.
+    """
     exact = case.query_dtype.itemsize == 4  # without tensor cores: small tiles, many threads
     wide = case.H > 128
     narrow = case.page_dtype.itemsize == 1
@@ -196,7 +217,11 @@ def defaults(kind: type[Config], case: Case) -> Any:
 
 
 def lookup(kind: type[Config], case: Case) -> Config:
-    """Return the block sizes for attention or a KV write: defaults, with the table's changes."""
+    """Return the block sizes for attention or a KV write, as an instance of `kind`.
+
+    These are the defaults, with the changes of the first entry of the card's table that matches the
+    call's operation, dtype, head dim and size.
+    """
     op = next(name for name, config in CONFIGS.items() if config is kind)
     size = case.R if op == "decode" else case.T
     base = defaults(kind, case)
@@ -214,7 +239,11 @@ GROUPED_SIZES = (16, 64, None)
 
 
 def grouped_defaults(dtype: jnp.dtype, up_to: int | None) -> GroupedConfig:
-    """Return block sizes that compile for an H200 without spills. They were not timed."""
+    """Return the default block sizes of a grouped product, from the dtype of its weights.
+
+    `up_to` is the upper limit of the mean rows of a group, one of GROUPED_SIZES. The sizes compile
+    for an H200 without spills. They were not timed.
+    """
     rows = {16: 16, 64: 64, None: 128}[up_to]
     if dtype.itemsize == 4:  # without tensor cores: small tiles, many threads
         return GroupedConfig(16, 64, 32, num_warps=8, num_stages=2)
@@ -222,7 +251,7 @@ def grouped_defaults(dtype: jnp.dtype, up_to: int | None) -> GroupedConfig:
 
 
 def grouped_config(case: GroupedCase) -> GroupedConfig:
-    """Return the block sizes for a grouped product."""
+    """Return the block sizes for a grouped product: defaults, changed by the card's table."""
     mean = -(-case.A // case.E)
     up_to = next(size for size in GROUPED_SIZES if size is None or mean <= size)
     for entry in read_entries(case.device):
@@ -234,7 +263,10 @@ def grouped_config(case: GroupedCase) -> GroupedConfig:
 
 
 def product_config(case: ProductCase) -> ProductConfig:
-    """Return the block sizes for a product of few rows: defaults, with the table's changes."""
+    """Return the block sizes for a product of few rows: defaults, with changes by card.
+
+    The changes are of the first entry of the card's table that matches the call.
+    """
     base = product_defaults(case)
     for entry in read_entries(case.device):
         if entry["op"] != case.op or entry["dtype"] != case.dtype.name:
@@ -245,7 +277,7 @@ def product_config(case: ProductCase) -> ProductConfig:
 
 
 def product_defaults(case: ProductCase) -> ProductConfig:
-    """Return block sizes for a product of few rows that fit the card."""
+    """Return the default block sizes for a product of few rows, which fit the card."""
     if case.is_gated and case.T <= 64 and case.device.num_sms >= 2 * (case.F // 64):
         # Half as many columns give programs for twice as many multiprocessors.
         rows = next(size for size in (16, 32, 64) if size >= case.T)

@@ -22,7 +22,7 @@ from pallas_kernels.arguments import NO_OPTIONS, AttentionArrays, AttentionOptio
 
 
 class TurnSizes(NamedTuple):
-    """Sizes of a turn."""
+    """Sizes of a turn of the attention loops over the KV cache, in tokens or bytes."""
 
     chunk_tokens: int = 64  # tokens of an item of decodes
     # tokens of all items of a turn. Padding items read the same page repeatedly, from the cache.
@@ -38,14 +38,22 @@ SIZES = TurnSizes()
 def paged_decode_attention(
     arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, sizes: TurnSizes = SIZES
 ) -> jax.Array:
-    """Compute attention of one query per row in plain JAX for a GPU without Triton: [R,N,H]."""
+    """Compute attention of one query per row in plain JAX for a GPU without Triton.
+
+    `arrays` and `options` are the arguments of the call, and `sizes` the sizes of a turn of the
+    loop over the KV cache. Returns [R,N,H] of q's dtype.
+    """
     return xla.paged_decode_attention(arrays, options, decode=partial(_decode, sizes=sizes))
 
 
 def ragged_paged_attention(
     arrays: AttentionArrays, options: AttentionOptions = NO_OPTIONS, *, sizes: TurnSizes = SIZES
 ) -> jax.Array:
-    """Compute causal attention of rows of any length in plain JAX for a GPU: [T,N,H]."""
+    """Compute causal attention of rows of any length in plain JAX for a GPU without Triton.
+
+    `arrays` and `options` are the arguments of the call, and `sizes` the sizes of a turn of the
+    loops over the KV cache. Returns [T,N,H] of q's dtype.
+    """
     q, k_pages = arrays.q, arrays.k_pages
     positions = arrays.page_table.shape[1] * k_pages.shape[2]
     chunk = min(sizes.tile_chunk_tokens, positions)
@@ -66,7 +74,10 @@ def ragged_paged_attention(
 
 
 def _decode(arrays: AttentionArrays, options: AttentionOptions, sizes: TurnSizes) -> jax.Array:
-    """Compute attention of rows of one query, as an `xla.Attend`."""
+    """Compute attention of one query per row over the KV cache, as an `xla.Attend`: [R,K,G,H].
+
+    Rows without positions are zero.
+    """
     q, kv_len = arrays.q, arrays.kv_len
     R, K, G, H = q.shape
     pages = max(1, sizes.chunk_tokens // arrays.k_pages.shape[2])
@@ -117,11 +128,19 @@ def _attend_chunks(
 def _merge(
     carry: tuple[jax.Array, ...], parts: tuple[jax.Array, ...], owner: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Add the results of items to the sums, totals and maxima of their rows.
+    """Add the attention of W chunks of KV to the sums, totals and maxima of their R rows.
 
-    A one-hot product sums the items of each row, because a scatter adds in any order. Zero times
-    NaN is NaN there, so an item that is not finite enters as zeros. It makes its own row NaN
+    A one-hot product sums the chunks of each row, because a scatter adds in any order. Zero times
+    NaN is NaN there, so a chunk that is not finite enters as zeros. It makes its own row NaN
     through the maximum, which is selected and not multiplied.
+
+    Args:
+        carry: weighted sums of values [R,K,G,H], sums of weights and greatest scores [R,K,G].
+        parts: the same of each chunk, with W instead of R.
+        owner: i32[W], the row of each chunk.
+
+    Returns:
+        The new `carry`.
     """
     acc, total, top = carry
     part, weight, peak = parts

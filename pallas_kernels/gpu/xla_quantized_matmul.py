@@ -29,7 +29,10 @@ MOST_ROWS = 16
 def output_major_matmul(
     x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, form: str
 ) -> jax.Array:
-    """Multiply x by a quantized weight whose arrays are transposed: [T,O]."""
+    """Multiply x [T,I] by a quantized weight whose arrays are transposed, in plain JAX.
+
+    Arguments are as in ``pallas_kernels.output_major_matmul``. Returns [T,O], float32 or wider.
+    """
     if x.shape[0] <= MOST_ROWS:
         return _reduced(x, values, scales, zeros, form)
     return _in_blocks(x, values, scales, zeros, form)
@@ -38,10 +41,11 @@ def output_major_matmul(
 def _reduced(
     x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str
 ) -> jax.Array:
-    """Multiply few rows x by the weight: one reduction over the inputs per row. Returns [T,O].
+    """Multiply few rows x [T,I] by a transposed quantized weight, with one reduction per row.
 
     XLA stores the weight in floats if it is expensive to compute. So scales multiply products, not
-    weights, and zero points are a product of their own with the inputs summed by group.
+    weights, and zero points are a product of their own with the inputs summed by group. Returns
+    [T,O], float32 or wider.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     weights, scale = decode(values, form, wide), scales.astype(wide)
@@ -80,9 +84,10 @@ def _spread(groups: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _in_blocks(
     x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: str
 ) -> jax.Array:
-    """Multiply x by the weight, dequantizing one block of outputs at a time: [T,O].
+    """Multiply x [T,I] by a transposed quantized weight, one block of outputs at a time.
 
-    Each block waits for the one before, so only one dequantized block is in memory.
+    A block of the weight is dequantized and multiplied. Each block waits for the one before, so
+    only one dequantized block is in memory. Returns [T,O], float32 or wider.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     outputs, inputs = values.shape[0], values.shape[1] * codes_a_row(form)

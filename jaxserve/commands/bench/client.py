@@ -18,10 +18,14 @@ TIMEOUT_S = 6 * 3600
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Return the times of requests in seconds from the start, drawn as in `vllm bench serve`.
+    """Return the times of `count` requests of a load, in ascending seconds from its start.
 
-    Gaps have a gamma distribution with shape `burstiness` (1 is a Poisson process), and are scaled
-    so that the last request is sent after count / rate. An infinite rate sends all at once.
+    They are drawn as in `vllm bench serve`: gaps have a gamma distribution, and are scaled so that
+    the last request is sent after count / rate.
+
+    Args:
+        rate: mean number of requests per second. `inf` sends all at once.
+        burstiness: shape of the gamma distribution. 1 is a Poisson process, `inf` gives equal gaps.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -36,7 +40,10 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 
 
 def open_client(target: Target, verify: bool = True) -> httpx2.AsyncClient:
-    """Return a client without a limit of connections, all of which are kept alive."""
+    """Return an HTTP client for a load, with the headers of its target and unlimited connections.
+
+    `verify` is whether TLS certificates are checked.
+    """
     return httpx2.AsyncClient(
         headers={"content-type": "application/json", "accept-encoding": "identity"}
         | target.headers,
@@ -47,7 +54,11 @@ def open_client(target: Target, verify: bool = True) -> httpx2.AsyncClient:
 
 
 async def send(client: httpx2.AsyncClient, target: Target, work: Work, start: float) -> Outcome:
-    """Send one request and return its outcome, which also records a failure."""
+    """Send one request of a load, read its answer as a stream, and return the Outcome.
+
+    A failure is stored in the outcome. `start` is the start of the load (`time.perf_counter`), from
+    which `Outcome.sent` counts.
+    """
     outcome = Outcome(work.input_tokens)
     body = target.body(work)
     clock = time.perf_counter()
@@ -80,13 +91,14 @@ async def run_load(
     max_concurrency: int | None = None,
     on_end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Run:
-    """Send each request at its time, wait for all answers, and return their outcomes.
+    """Send each request of a load at its time, wait for all answers, and return the Run.
 
     Args:
         times: time of each request, in seconds from the start.
-        max_concurrency: largest number of requests in progress. A further request waits. Its
-            latencies count from its sending, and `lag` is the time that it waited.
-        on_end: called with the outcome of each request.
+        max_concurrency: largest number of requests in progress, None for no limit. A further
+            request waits. Its latencies count from its sending, and `Outcome.lag` is the time that
+            it waited.
+        on_end: called with the outcome of each request when the request has ended.
     """
     places = asyncio.Semaphore(max_concurrency or len(works) or 1)
 

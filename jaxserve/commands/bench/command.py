@@ -41,7 +41,10 @@ SAMPLING = (
 
 
 def add_bench(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Declare `jaxserve bench`."""
+    """Declare `jaxserve bench` with its commands `serve`, `throughput`, `latency` and `startup`.
+
+    `add_parser` is argparse's function that creates the parser of a command.
+    """
     parser = add_parser(
         "bench",
         help="measure a server, or an engine's throughput, latency and starts",

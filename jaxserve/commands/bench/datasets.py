@@ -28,11 +28,11 @@ _LEAST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048
 
 
 class RandomPrompts:
-    """Source of random prompts with a requested length.
+    """A source of random prompts of a requested length: text, token ids, or words.
 
     Args:
-        tokenizer: tokenizer of the engine for prompts of text, or None for token ids.
-        is_chat: without a tokenizer, make prompts of words instead of token ids.
+        tokenizer: makes prompts of text with random tokens. None for prompts of token ids.
+        is_chat: without a tokenizer, make prompts of common words instead of token ids.
     """
 
     def __init__(self, tokenizer: Any, is_chat: bool, generator: np.random.Generator) -> None:
@@ -49,13 +49,15 @@ class RandomPrompts:
         self.vocab_size = len(self._ids) if tokenizer is None else size
 
     def draw(self, count: int) -> list[int]:
-        """Return random token ids that are not special."""
+        """Return a list of `count` random token ids, none of which is a special token."""
         return self._ids[self._generator.integers(0, len(self._ids), count)].tolist()
 
     def make(self, first: Sequence[int], offset: int, length: int) -> tuple[list[int] | str, int]:
-        """Return a prompt of `first` and `length` consecutive ids from `offset`, and its length.
+        """Return a prompt (text or token ids) and its number of tokens.
 
-        The length can differ from the requested one, since not every list of ids is a text's.
+        Its tokens are those in `first`, then `length` consecutive ids of the vocabulary from
+        `offset`. The number can differ from the requested one with a tokenizer, since not every
+        list of ids encodes a text.
         """
         following = self._ids[(offset + np.arange(length)) % len(self._ids)].tolist()
         ids = [*first, *following]
@@ -74,7 +76,14 @@ class RandomPrompts:
 
 
 def random_works(arguments: argparse.Namespace, tokenizer: Any, is_chat: bool) -> list[Work]:
-    """Return random requests with lengths from [length * (1 - r), length * (1 + r)].
+    """Return requests with random prompts, and random lengths of prompts and answers.
+
+    Lengths are from [length * (1 - r), length * (1 + r)], with `length` and `r` from the options of
+    the command line.
+
+    Args:
+        tokenizer: tokenizer for prompts of text, or None for token ids.
+        is_chat: without a tokenizer, make prompts of common words.
 
     Raises:
         CommandError: a prompt could have 0 tokens.
@@ -105,7 +114,10 @@ def random_works(arguments: argparse.Namespace, tokenizer: Any, is_chat: bool) -
 
 
 def spread_lengths(arguments: argparse.Namespace) -> None:
-    """Copy --input-len and --output-len to the length options of every data set, as in vLLM."""
+    """Copy the values of --input-len and --output-len to the length options of all data sets.
+
+    The attributes of `arguments` are set, as in vLLM. Absent options have no effect.
+    """
     if arguments.input_len is not None:
         arguments.random_input_len = arguments.input_len
     if arguments.output_len is not None:
@@ -114,7 +126,10 @@ def spread_lengths(arguments: argparse.Namespace) -> None:
 
 
 def sharegpt_works(arguments: argparse.Namespace, tokenizer: Any) -> list[Work]:
-    """Return the first question of each conversation as a request, as vLLM does.
+    """Return requests from a ShareGPT file: the first question of each conversation, as in vLLM.
+
+    The length of an answer is that of the conversation's answer, or --sharegpt-output-len. Too
+    short and too long conversations are skipped.
 
     Raises:
         CommandError: the file has another format, or no conversation of a suitable length.
@@ -147,7 +162,10 @@ def sharegpt_works(arguments: argparse.Namespace, tokenizer: Any) -> list[Work]:
 
 
 def custom_works(arguments: argparse.Namespace, tokenizer: Any, is_chat: bool) -> list[Work]:
-    """Return requests from lines of JSON, with the chat template unless the server applies it.
+    """Return requests from a .jsonl file, whose lines are JSON objects with a prompt.
+
+    The chat template is applied to a prompt unless the server applies it (`is_chat`) or
+    --skip-chat-template is set.
 
     Raises:
         CommandError: a line has no prompt or no length of an answer. The message has its number.
@@ -204,7 +222,11 @@ def _filled(works: list[Work], arguments: argparse.Namespace) -> list[Work]:
 
 
 def make_works(arguments: argparse.Namespace, tokenizer: Any, is_chat: bool = False) -> list[Work]:
-    """Return the requests of the data set in the arguments.
+    """Return the requests of a benchmark from the data set that --dataset-name selects.
+
+    Args:
+        tokenizer: makes and counts text, or None for prompts of token ids.
+        is_chat: whether requests are sent to the chat endpoint.
 
     Raises:
         CommandError: the data set needs a file or a tokenizer, or does not take a file.

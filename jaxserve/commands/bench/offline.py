@@ -34,7 +34,16 @@ PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
 @contextmanager
 def open_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[tuple[LLM, Loaded]]:
-    """Yield an engine with the settings of the command line."""
+    """Load a model with the settings of the command line, and yield (LLM, Loaded).
+
+    The engine is closed at the end of the context.
+
+    Args:
+        **defaults: settings that the command line can override.
+
+    Raises:
+        CommandError: the model cannot be loaded.
+    """
     try:
         loaded = load(EngineConfig(arguments.model, **defaults | engine_settings(arguments)))
     except (ValueError, OSError) as error:
@@ -44,7 +53,7 @@ def open_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[tupl
 
 
 def check_lengths(loaded: Loaded, prompt: int, output: int, options: str) -> None:
-    """Check that a sequence of these lengths fits into the engine.
+    """Check that a prompt and an answer of these numbers of tokens fit into the engine's context.
 
     Raises:
         CommandError: the sequence is too long. The message names `options`.
@@ -58,7 +67,7 @@ def check_lengths(loaded: Loaded, prompt: int, output: int, options: str) -> Non
 
 
 def write_results(path: Path | None, results: dict[str, Any]) -> None:
-    """Write results as JSON to a file, if there is a path."""
+    """Write the results of a benchmark to a JSON file. A path of None writes no file."""
     if path is not None:
         path.write_text(json.dumps(results, indent=4) + "\n")
 
@@ -75,7 +84,13 @@ def _sampling(arguments: argparse.Namespace, max_tokens: int) -> SamplingParams:
 
 
 def run_throughput(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve bench throughput`."""
+    """Run `jaxserve bench throughput`: answer all prompts at once, and print tokens per second.
+
+    The results are also written to the file of --output-json. The exit status 0 is returned.
+
+    Raises:
+        CommandError: the model cannot be loaded, a prompt is too long, or a request failed.
+    """
     spread_lengths(arguments)
     with open_engine(arguments) as (llm, loaded):
         works = make_works(arguments, llm.get_tokenizer())
@@ -122,7 +137,14 @@ MOST_IDS = 10_000  # vLLM draws its prompts from this many
 
 
 def run_latency(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve bench latency`. The prefix cache is off by default."""
+    """Run `jaxserve bench latency`: answer the same batch repeatedly, and print seconds per batch.
+
+    The results are also written to the file of --output-json. The exit status 0 is returned. The
+    prefix cache is off by default.
+
+    Raises:
+        CommandError: the model cannot be loaded, a prompt is too long, or a request failed.
+    """
     inputs, outputs, size = arguments.input_len, arguments.output_len, arguments.batch_size
     with open_engine(arguments, enable_prefix_caching=False) as (llm, loaded):
         check_lengths(loaded, inputs, outputs, "--input-len, --output-len")
@@ -178,7 +200,14 @@ TITLES = {"startup": "Startup time", "compilation": "Compilation time"}
 
 
 def run_startup(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve bench startup`. A cold start uses an empty folder for programs."""
+    """Run `jaxserve bench startup`: start an engine repeatedly, and print the seconds of a start.
+
+    A cold start uses an empty folder for compiled programs, a warm start the usual folder. The
+    results are also written to the file of --output-json. The exit status 0 is returned.
+
+    Raises:
+        CommandError: a setting is invalid, or an engine did not start.
+    """
     settings: dict[str, Any] = {"model": arguments.model, **engine_settings(arguments)}
     programs = settings.pop("compilation_cache_dir", "auto")
     try:
@@ -219,7 +248,12 @@ def _start(settings: dict[str, Any]) -> dict[str, float]:
 
 
 def _show(phase: str, starts: list[dict[str, float]]) -> dict[str, Any]:
-    """Print the seconds of cold or warm starts, and return statistics under vLLM's names."""
+    """Print statistics of the starts of one phase, and return them by vLLM's names.
+
+    Args:
+        phase: "cold" or "warm".
+        starts: for each start its seconds in total ("startup") and of compiling ("compilation").
+    """
     results: dict[str, Any] = {}
     print(f"\n{phase.upper()} STARTUP:")
     values = {name: np.array([start[name] for start in starts]) for name in TITLES}

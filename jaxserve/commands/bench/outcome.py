@@ -17,7 +17,7 @@ ENDPOINTS = {
 
 @dataclass(frozen=True)
 class Work:
-    """Request to send: its prompt (token ids or text), and the number of tokens to generate."""
+    """A request of a load: its prompt (token ids or text), and the number of tokens to generate."""
 
     prompt: list[int] | str
     input_tokens: int
@@ -26,7 +26,10 @@ class Work:
 
 @dataclass
 class Outcome:
-    """Outcome of one request. Times are in seconds; `sent` counts from the start of the run."""
+    """The outcome of one request of a load: its answer, times in seconds, and error.
+
+    `sent` counts from the start of the load. The other times are durations.
+    """
 
     input_tokens: int
     sent: float = 0.0
@@ -56,7 +59,10 @@ class Outcome:
 
 @dataclass
 class Run:
-    """Outcomes of a load, in the order of sending, and CPU time of the client."""
+    """The outcomes of all requests of a load in the order of sending, its duration and CPU time.
+
+    Times are in seconds. The CPU time is that of the client process.
+    """
 
     outcomes: list[Outcome]
     duration: float
@@ -65,7 +71,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Target:
-    """Endpoint of a server, and the form of requests."""
+    """An endpoint of a server with OpenAI's API, and the fields and headers of every request."""
 
     url: str  # address of the endpoint
     model: str  # name of the model at the server
@@ -98,9 +104,10 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
     def said(self) -> str | None:
-        """Return the text of an event with a token, or None for another event, as vLLM does.
+        """Return the text of a streamed event with a token, or None for any other event.
 
-        The text of a special token is empty. The first event of a chat has a role and no token.
+        The rules are vLLM's. The text of a special token is empty. The first event of a chat has a
+        role and no token.
         """
         delta = self.delta
         if delta is None:
@@ -126,11 +133,14 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Reader:
-    """Incremental parser of a stream of events.
+    """Incremental parser of a streamed answer (server-sent events), which updates an Outcome.
 
     Args:
-        outcome: receives times, tokens and errors.
-        clock: time of sending, by `time.perf_counter`.
+        outcome: receives times, tokens, text and errors.
+        clock: time at which the request was sent, by `time.perf_counter`.
+
+    Attributes:
+        is_done: whether the final event "[DONE]" has arrived.
     """
 
     def __init__(self, outcome: Outcome, clock: float) -> None:
@@ -141,7 +151,10 @@ class Reader:
         self.is_done = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Parse bytes that arrived at the time `now`."""
+        """Parse the next bytes of the answer, which may end within an event.
+
+        `now` is the time at which the bytes arrived, by `time.perf_counter`.
+        """
         *events, self._rest = (self._rest + data.replace(b"\r\n", b"\n")).split(b"\n\n")
         for event in events:
             for line in event.split(b"\n"):

@@ -20,14 +20,18 @@ WIDTH = 50
 
 
 def tpot(outcome: Outcome) -> float:
-    """Return the mean seconds per token after the first one, or 0 for a single token."""
+    """Return a request's mean seconds per output token after the first, or 0 below two tokens."""
     if outcome.output_tokens < 2:
         return 0.0
     return (outcome.latency - outcome.ttft) / (outcome.output_tokens - 1)
 
 
 def samples(outcomes: Iterable[Outcome]) -> dict[str, np.ndarray]:
-    """Return the values of each metric in milliseconds, for requests with an answer."""
+    """Return the latency values of all successful requests by metric, in milliseconds.
+
+    The array of "itl" has a value for each gap between events. The arrays of "ttft", "tpot" and
+    "e2el" have a value for each request.
+    """
     done = [outcome for outcome in outcomes if outcome.is_success]
     seconds = {
         "ttft": [outcome.ttft for outcome in done if outcome.output_tokens],
@@ -39,7 +43,11 @@ def samples(outcomes: Iterable[Outcome]) -> dict[str, np.ndarray]:
 
 
 def statistics_of(values: np.ndarray, name: str, percentiles: Sequence[float]) -> dict[str, float]:
-    """Return mean, median, std and percentiles of milliseconds under names like `p99_ttft_ms`."""
+    """Return mean, median, standard deviation and percentiles of a metric's values in milliseconds.
+
+    The result is a dict with names like `p99_ttft_ms`, where `name` is "ttft". Without values all
+    are 0.
+    """
     if not len(values):
         values = np.zeros(1)
     table = {
@@ -53,7 +61,10 @@ def statistics_of(values: np.ndarray, name: str, percentiles: Sequence[float]) -
 
 
 def is_good(outcome: Outcome, objectives: dict[str, float]) -> bool:
-    """Return whether a request with an answer met every goal, in milliseconds."""
+    """Return whether a successful request met every latency objective.
+
+    `objectives` has limits in milliseconds of "ttft", "tpot" and "e2el".
+    """
     taken = {"ttft": outcome.ttft, "tpot": tpot(outcome), "e2el": outcome.latency}
     return all(taken[name] * 1e3 <= limit for name, limit in objectives.items())
 
@@ -64,7 +75,15 @@ def summarize(
     percentiles: Sequence[float],
     objectives: dict[str, float],
 ) -> dict[str, Any]:
-    """Return a summary of a run under vLLM's names. Throughputs are means over the whole run."""
+    """Return a dict of a load's results by vLLM's names: counts, throughputs, latency statistics.
+
+    Throughputs are means over the whole duration. Failed requests are only counted.
+
+    Args:
+        metrics, percentiles: the latency metrics to include, and the percentiles of each.
+        objectives: limits in milliseconds by metric, for the goodput. If empty, the goodput is
+            None.
+    """
     outcomes, duration = run.outcomes, max(run.duration, 1e-9)
     done = [outcome for outcome in outcomes if outcome.is_success]
     inputs, outputs = sum(o.input_tokens for o in done), sum(o.output_tokens for o in done)
@@ -90,9 +109,10 @@ def summarize(
 
 
 def peaks(done: Sequence[Outcome]) -> tuple[float, int]:
-    """Return the largest number of events with tokens, and of requests in progress, in a second.
+    """Return the most token events in one second, and the most requests in progress in one second.
 
     As in vLLM, seconds begin at the start of the first request, and an event counts as one token.
+    Both numbers are 0 without requests.
     """
     if not done:
         return 0.0, 0
@@ -108,7 +128,10 @@ def peaks(done: Sequence[Outcome]) -> tuple[float, int]:
 
 
 def details(run: Run) -> dict[str, Any]:
-    """Return lists with an entry for each request, for `--save-detailed`. Times are in seconds."""
+    """Return lists with one entry for each request of a load, by vLLM's names.
+
+    They contain lengths, texts, errors, and times in seconds.
+    """
     outcomes = run.outcomes
     return {
         "input_lens": [outcome.input_tokens for outcome in outcomes],
@@ -126,7 +149,12 @@ def details(run: Run) -> dict[str, Any]:
 def table(
     result: dict[str, Any], metrics: Sequence[str], max_concurrency: int | None, rate: float
 ) -> str:
-    """Return the table of `vllm bench serve`."""
+    """Return the results of `summarize` as text: the table that `vllm bench serve` prints.
+
+    Args:
+        max_concurrency: the limit of requests in progress, or None.
+        rate: the requested number of requests per second.
+    """
 
     def line(text: str, value: Any, decimals: bool = True) -> str:
         return f"{text + ':':<40} {f'{value:.2f}' if decimals else value:<10}"
@@ -164,6 +192,6 @@ def table(
 
 
 def failures(run: Run) -> list[str]:
-    """Return a line for each kind of failure, the most frequent first."""
+    """Return a line for each of the ten most frequent errors of a load, the most frequent first."""
     counts = Counter(outcome.error for outcome in run.outcomes if not outcome.is_success)
     return [f"failed, {count} times: {text}" for text, count in counts.most_common(10)]

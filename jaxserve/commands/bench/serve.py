@@ -32,7 +32,16 @@ MOST_IDS = 2**31 - 1  # for a tokenizer without a model
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `jaxserve bench serve`. Return 1 if no request was answered."""
+    """Run `jaxserve bench serve`: send a load to a server, and print the table of the results.
+
+    With --save-result, the results are also written to a JSON file.
+
+    Returns:
+        The exit status: 1 if no request was answered, else 0.
+
+    Raises:
+        CommandError: the server does not answer, or an option is invalid.
+    """
     headers = dict(arguments.header)
     key = arguments.api_key or openai_api_key()
     if key:
@@ -85,7 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def first_model(base: str, headers: dict[str, str], verify: bool) -> tuple[str, str]:
-    """Return the name and the root of the first model that the server lists.
+    """Return the name and the root (path or hub name) of the first model that a server lists.
+
+    `base` is the URL of the server without a path, and `verify` whether TLS certificates are
+    checked.
 
     Raises:
         CommandError: the server cannot be reached, or its list is empty.
@@ -103,10 +115,16 @@ def first_model(base: str, headers: dict[str, str], verify: bool) -> tuple[str, 
 
 
 def find_tokenizer(name: str | None, root: str) -> tuple[str | None, Any]:
-    """Return the name of the tokenizer and the tokenizer, or None twice if this machine lacks it.
+    """Find the tokenizer of a model on this machine, and return its path and the tokenizer.
+
+    Return (None, None) and print a line if `name` is None and this machine lacks the model.
+
+    Args:
+        name: the value of --tokenizer, or None.
+        root: path or hub name of the model, used if `name` is None.
 
     Raises:
-        CommandError: `name` is not a tokenizer.
+        CommandError: `name` is not a tokenizer, or the tokenizer cannot be read.
     """
     path = root if name is None else name
     kind = kind_of_model(path)
@@ -149,7 +167,9 @@ def _result_path(arguments: argparse.Namespace, model: str, date: str) -> Path |
 
 
 async def _load(target: Target, works: list[Work], arguments: argparse.Namespace) -> Run:
-    """Wait for the server and warm it up if requested, then send the load.
+    """Send a load to a server, and return its Run.
+
+    If requested, wait first until the server answers, and send requests to warm it up.
 
     Raises:
         CommandError: the server has not answered in time.

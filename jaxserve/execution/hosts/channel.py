@@ -36,15 +36,16 @@ BEAT, CLOSE = 0, 1
 
 
 class ChannelError(JaxserveError, ConnectionError):
-    """A connection was closed, is silent, or received a frame with a wrong HMAC."""
+    """Raised if a connection is closed or silent, or receives an invalid frame."""
 
 
 class Frame(NamedTuple):
-    """A message.
+    """A message between a leader and a follower.
 
     Attributes:
         kind: the kind of the message.
-        number: the number of the program or host that the message concerns.
+        number: a number whose meaning depends on the kind: the number of a program, or the rank of
+            a host.
         payload: raw bytes.
     """
 
@@ -56,8 +57,9 @@ class Frame(NamedTuple):
 class Channel:
     """An authenticated connection between two hosts.
 
-    One thread reads, and another sends a heartbeat twice a second, so silence means that the other
-    process has stopped.
+    The constructor exchanges random numbers with the other side, from which keys are derived. After
+    `start`, one thread reads frames, and another sends a heartbeat twice a second, so silence means
+    that the other process has stopped.
 
     Args:
         connection: an open, unused connection.
@@ -98,7 +100,12 @@ class Channel:
         self._reason = "it was closed"
 
     def send(self, kind: int, number: int = 0, *parts: bytes | memoryview) -> None:
-        """Send a frame. Thread-safe.
+        """Send a frame with an HMAC to the other side. Thread-safe.
+
+        Args:
+            kind: the kind of the frame.
+            number: the number in the frame.
+            parts: bytes that are concatenated to the payload.
 
         Raises:
             ChannelError: the connection is closed, or the other side is lost.
@@ -115,18 +122,20 @@ class Channel:
             self.sent_bytes += len(message) - _COUNTER.size + MAC_BYTES
 
     def receive_first(self) -> Frame:
-        """Receive the first frame, which proves that the other side has the secret.
+        """Return the first frame of the other side, whose HMAC proves that it has the secret.
 
         Raises:
-            OSError: the frame does not arrive in time. ChannelError if its HMAC is wrong.
+            OSError: the frame does not arrive in time. ChannelError if it is too long or its HMAC
+                is wrong.
         """
         return self._receive(MOST_GREETING_BYTES)
 
     def start(self, on_loss: Callable[[str], None]) -> None:
-        """Start the threads that read frames and send heartbeats.
+        """Start the threads that read frames and send heartbeats, and return at once.
 
         Args:
-            on_loss: called once, in another thread, with the reason if the other side is lost.
+            on_loss: called at most once, in another thread, with the reason if the other side is
+                lost.
         """
         self._connection.settimeout(None)
         self._on_loss, self._heard_at = on_loss, time.monotonic()
@@ -134,7 +143,7 @@ class Channel:
             threading.Thread(target=run, name="jaxserve-hosts", daemon=True).start()
 
     def take(self) -> Frame:
-        """Wait for the next frame, heartbeats excluded.
+        """Wait for the next frame that is no heartbeat, and return it.
 
         Raises:
             ChannelError: the connection has ended.
@@ -146,21 +155,25 @@ class Channel:
         return frame
 
     def leave(self) -> None:
-        """Send the last frame, after which the other side closes the connection. Idempotent."""
+        """Send a CLOSE frame, after which the other host closes the connection. Idempotent."""
         was_closed, self._is_closed = self._is_closed, True
         if not was_closed:
             with suppress(ChannelError):
                 self.send(CLOSE)
 
     def wait_closed(self, seconds: float = 5.0) -> None:
-        """Wait until the other side has closed the connection after `leave`, and close it here."""
+        """Wait until the other side closes the connection after `leave`, then close this side.
+
+        Args:
+            seconds: the longest wait for each frame. This side then closes the connection.
+        """
         with suppress(queue.Empty):
             while self._inbox.get(timeout=seconds) is not None:
                 pass
         self.close()
 
     def close(self) -> None:
-        """Close the connection in order, without a call of `on_loss`. Idempotent."""
+        """Close the connection to the other host at once, without calling `on_loss`. Idempotent."""
         self._is_closed = True
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -245,7 +258,7 @@ def _code(key: bytes, message: bytes) -> bytes:
 
 
 def listen(config: HostsConfig) -> socket.socket:
-    """Listen for followers on the address of the leader.
+    """Return a socket that listens for followers on the leader's `master_addr` and `master_port`.
 
     Raises:
         InvalidRequest: the address cannot be bound.
@@ -263,7 +276,15 @@ def listen(config: HostsConfig) -> socket.socket:
 
 
 def connect(address: tuple[str, int], seconds: float) -> socket.socket:
-    """Connect to the leader, and try again until it listens or `seconds` have passed."""
+    """Return a connection to the leader, with a new attempt every 0.2 s until the leader listens.
+
+    Args:
+        address: host and port of the leader.
+        seconds: the time after which a failed attempt is the last one.
+
+    Raises:
+        OSError: the last attempt failed.
+    """
     until = time.monotonic() + seconds
     while True:
         try:

@@ -35,7 +35,7 @@ _MOST_GUESTS = 64
 
 
 class Group(ABC):
-    """The group of hosts, from the view of one host.
+    """Base class of Leader and Follower: connections of this host to the other hosts of the engine.
 
     Args:
         end: a function that ends this process with a status, without waiting for its threads.
@@ -54,15 +54,18 @@ class Group(ABC):
         self._is_lost, self._is_ended = threading.Event(), threading.Event()
 
     def serve(self) -> None:
-        """Reduce the silence after which a host is lost, because no host compiles any more."""
+        """Reduce the silence after which another host is lost from 60 s to 5 s.
+
+        The engine calls this after the start, when no host compiles any more.
+        """
         for channel in self._channels.values():
             channel.seconds = SERVING_SECONDS
 
     def fail(self, reason: str, seconds: float = FAREWELL_SECONDS) -> None:
-        """End this process with status 1 after some seconds, and thereby all hosts.
+        """End this process with status 1 after some seconds, which also ends all other hosts.
 
-        The end is immediate instead of orderly, because a thread or JAX may wait for the lost host
-        inside a program.
+        The method returns at once, and a later call has no effect. The process ends without
+        cleanup, because a thread or JAX may wait for the lost host inside a program.
 
         Args:
             reason: the reason, which is logged and stored in `loss`.
@@ -84,10 +87,11 @@ class Group(ABC):
 
     @contextmanager
     def ending_with_the_others(self) -> Generator[None]:
-        """Return a context in which the loss of a host ends the process before its errors do.
+        """Return a context that ends the process instead of raising an error if a host is lost.
 
         An error in the body, such as a failed sum over a closed connection, can precede the
-        detection of the loss. The context waits for that detection before it raises the error.
+        detection of the loss. The context waits up to one second for the detection, and otherwise
+        raises the error.
         """
         try:
             yield
@@ -98,11 +102,13 @@ class Group(ABC):
 
     @abstractmethod
     def settle(self, settings: Mapping[str, Any], sizes: Mapping[str, int | None]) -> Any:
-        """Compare settings and agree on sizes with all hosts.
+        """Compare settings with all other hosts, and agree on the least of each size.
+
+        All hosts call this method together.
 
         Args:
             settings: JSON values by name that must be equal on all hosts.
-            sizes: sizes by name, of which the minimum is taken. None is no limit.
+            sizes: sizes by name, of which the minimum over the hosts is taken. None is no limit.
 
         Returns:
             The agreed sizes, by name.
@@ -114,14 +120,17 @@ class Group(ABC):
 
     @abstractmethod
     def share(self, value: Any) -> Any:
-        """Broadcast a JSON value of the leader, and return it on every host.
+        """Return the leader's JSON value on every host. All hosts call this method together.
+
+        Args:
+            value: the value to send on the leader, ignored on a follower.
 
         Raises:
             ChannelError: a host is lost.
         """
 
     def close(self) -> None:
-        """End the group in order. Idempotent."""
+        """End the connections between hosts, JAX's first, when all hosts call this. Idempotent."""
         channels, self._channels = self._channels, {}
         if not channels:
             return
@@ -133,11 +142,11 @@ class Group(ABC):
 
 
 class Leader(Group):
-    """The group on the leader. The constructor waits until all followers have joined.
+    """The leader's connections to its followers. The constructor waits until all have joined.
 
     Args:
-        config: the configuration of the hosts.
-        secret: the shared secret.
+        config: address, port and number of the hosts.
+        secret: the secret that all hosts share.
         end: see `Group`.
 
     Raises:
@@ -161,7 +170,7 @@ class Leader(Group):
             channel.send(HELLO)
 
     def send(self, kind: int, number: int, *parts: bytes) -> None:
-        """Send a frame to all followers.
+        """Send a frame to all followers: its kind, a number, and the parts of its payload.
 
         Raises:
             ChannelError: a follower is lost.
@@ -171,7 +180,7 @@ class Leader(Group):
 
     @property
     def sent_bytes(self) -> int:
-        """Total bytes sent to the followers."""
+        """Total bytes that the leader has sent to its followers."""
         return sum(channel.sent_bytes for channel in self._channels.values())
 
     def settle(self, settings: Mapping[str, Any], sizes: Mapping[str, int | None]) -> Any:
@@ -225,7 +234,10 @@ class Leader(Group):
             threading.Thread(target=self._greet, args=(connection, host), daemon=True).start()
 
     def _greet(self, connection: socket.socket, host: str) -> None:
-        """Accept a follower's connection, and close any other."""
+        """Accept a follower's connection if it has the secret and a free rank, else close it.
+
+        The follower's channel is stored and starts to send heartbeats. A refusal is logged.
+        """
         try:
             channel = Channel(connection, self._secret, leads=True)
             frame = channel.receive_first()
@@ -251,11 +263,11 @@ class Leader(Group):
 
 
 class Follower(Group):
-    """The group on a follower. The constructor waits until all hosts have joined.
+    """A follower's connection to its leader. The constructor waits until all hosts have joined.
 
     Args:
-        config: the configuration of the hosts.
-        secret: the shared secret.
+        config: address and port of the leader, and the rank of this host.
+        secret: the secret that all hosts share.
         end: see `Group`.
 
     Raises:
@@ -294,7 +306,7 @@ class Follower(Group):
             return json.loads(bytes(self._channel.take().payload))
 
     def follow(self, run: Callable[[Frame], None]) -> None:
-        """Call `run` with each frame of the leader, until the leader leaves in order.
+        """Call `run` with each frame from the leader, and return when the leader sends CLOSE.
 
         Raises:
             ChannelError: the leader is lost.

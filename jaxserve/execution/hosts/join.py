@@ -37,14 +37,14 @@ _LEAST = ("max_model_len", "num_gpu_blocks_override")
 
 
 def open_group(config: HostsConfig, secret: bytes | None) -> Group | None:
-    """Join the other hosts, and make JAX see their devices.
+    """Connect to the other hosts, and make JAX see their devices.
 
     Args:
-        config: the configuration of the hosts.
-        secret: the shared secret.
+        config: the rank of this host, and the number and address of all hosts.
+        secret: the secret that all hosts share. It may be None for one host.
 
     Returns:
-        The group, or None for one host.
+        A Leader on the host of rank 0, a Follower on other hosts, or None if there is one host.
 
     Raises:
         InvalidRequest, DeviceError: see `Leader`, `Follower` and `join_jax`.
@@ -59,7 +59,10 @@ def open_group(config: HostsConfig, secret: bytes | None) -> Group | None:
 
 
 def agreed_settings(group: Group, config: EngineConfig, facts: Mapping[str, str]) -> EngineConfig:
-    """Compare the settings of all hosts, and return them with the least of the hosts' sizes.
+    """Compare the settings of all hosts, and return this host's with the least of the hosts' sizes.
+
+    The sizes are max_model_len and num_gpu_blocks_override. Settings of a single host, such as
+    paths and secrets, are not compared.
 
     Args:
         group: connections to the other hosts.

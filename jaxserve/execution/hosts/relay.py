@@ -11,17 +11,17 @@ _PIECE = 1 << 16
 
 
 class Relay:
-    """A loopback port that forwards connections to an address.
+    """A loopback port that forwards each connection to another address, in background threads.
 
     JAX's client aborts its process with stack frames of C++ as soon as its connection closes, and
     offers no other choice (jax 0.10.2). Connections to this port stay open when the other end
     closes, so that `Group` says which host is lost and ends the process.
 
     Args:
-        address: host and port of the other end.
+        address: host and port to which connections are forwarded.
 
     Attributes:
-        address: host and port to connect to.
+        address: host and port of the loopback port.
     """
 
     def __init__(self, address: tuple[str, int]) -> None:
@@ -52,7 +52,7 @@ class Relay:
             _end(end)
 
     def close(self) -> None:
-        """Close all connections and the listening port."""
+        """Close all forwarded connections and the listening loopback port."""
         for end in list(self._open):
             _end(end)
 

@@ -36,11 +36,13 @@ def _samplers(programs: Programs) -> list[Sampler]:
 
 
 def led(programs: Programs, send: Send) -> Programs:
-    """Return programs that send each call to the followers before they run it here.
+    """Return the leader's programs, each of which first sends its call to the followers.
+
+    `Replay` runs the sent calls on a follower.
 
     Args:
         programs: the programs of the leader.
-        send: a function of kind, number and bytes.
+        send: a function that sends a frame: kind, number of the program, bytes of the arguments.
     """
     steps, samplers, counts = _steps(programs), _samplers(programs), sorted(programs.set_allowed)
 
@@ -92,10 +94,12 @@ def _alone(run: Callable[..., Any], *arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class Padding:
-    """Arguments that leave the state unchanged. They have the shapes of all other arguments.
+    """Arguments of the compiled programs that leave the device state unchanged.
+
+    They have the shapes and dtypes of all other arguments.
 
     Attributes:
-        words: the packed batch of each bucket, int32[N].
+        words: a packed batch without rows for each bucket, int32[N].
         load: the argument of `load_slot`.
         rows: the slots and rows of `set_rows`.
     """
@@ -106,13 +110,13 @@ class Padding:
 
 
 class Replay:
-    """The weights, device state and programs of a follower.
+    """Runs the leader's calls of programs on a follower, with its own weights and device state.
 
     Args:
         leaves: this host's shards of the weights.
         programs: the same programs as the leader's.
         state: the device state, equal to the leader's.
-        padding: arguments of the programs, for their shapes.
+        padding: arguments of the programs, of which the shapes are used.
     """
 
     def __init__(
@@ -142,7 +146,7 @@ class Replay:
         self.num_calls = 0
 
     def run(self, frame: Frame) -> None:
-        """Run the call in a frame.
+        """Run the program call that a frame from the leader describes.
 
         Raises:
             ChannelError: the program does not exist, or the payload has the wrong size.
@@ -153,7 +157,7 @@ class Replay:
         self.num_calls += 1
 
     def wait(self) -> None:
-        """Wait until all calls have finished."""
+        """Wait until the device has finished the program calls that `run` started."""
         jax.block_until_ready(self._state)
 
     def _step(self, number: int, payload: memoryview) -> None:

@@ -28,7 +28,7 @@ _MADE_BY = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
 
 
 def read_compressed_tensors(fields: Fields) -> StoredQuantization:
-    """Read the quantization of a config.json whose method is compressed-tensors.
+    """Return the stored quantization that a compressed-tensors `quantization_config` describes.
 
     Unsupported values are appended to `fields.problems`.
     """
@@ -61,10 +61,10 @@ def read_compressed_tensors(fields: Fields) -> StoredQuantization:
 
 
 def _scheme(fields: Fields, form: str) -> dict[str, Any] | None:
-    """Return the scheme that all groups of quantized layers share.
+    """Return the quantization scheme that all groups of layers in `config_groups` share.
 
-    If the groups differ, append a problem and return None. The names of the layers in each group
-    are ignored: the tensors show which layers are quantized.
+    If the groups differ, append a problem to `fields` and return None. The names of the layers in
+    each group are ignored: the tensors show which layers are quantized.
     """
     groups = fields.take("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
@@ -135,9 +135,9 @@ def _integers(
 
 
 def _rounds_rows(activations: Any, fields: Fields) -> bool:
-    """Return whether rows of activations are rounded to int8, each with its own scale.
+    """Return whether `input_activations` are rounded to int8, each token's row with its own scale.
 
-    Any other rounding is appended to the problems.
+    Null gives False. Any other rounding is appended to the problems of `fields`.
     """
     if activations is None:
         return False

@@ -52,14 +52,15 @@ ReadExperts = Callable[[Fields, int], Experts | None]
 
 
 def no_experts(fields: Fields, layers: int) -> Experts | None:
-    """Return None, for a dense model."""
+    """Return None: the reader of a config.json's mixture of experts, for dense models."""
     return None
 
 
 def expert_counts(fields: Fields, names: tuple[str, ...]) -> tuple[int, int]:
-    """Read the number of experts in a layer, and the number chosen for each token.
+    """Return the number of experts in a layer and the number chosen for each token.
 
-    names: alternative fields of the first number. If several are present, they must agree.
+    `names` are alternative fields of the first number, all of which are marked as read. If several
+    are present and differ, a problem is added to `fields.problems`.
     """
     present = [name for name in names if fields.has(name)] or [names[0]]
     counts = [fields.integer(name, 1, MAX_EXPERTS) for name in present]

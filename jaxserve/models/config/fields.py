@@ -14,10 +14,10 @@ _ABSENT: Final = object()
 
 
 class Fields:
-    """The fields of one JSON object, each read at most once.
+    """Strict reader of the fields of one JSON object, which records the fields that were read.
 
     A method that finds an invalid value appends a message to `problems` and returns a valid
-    substitute, so that the reader can continue and find further problems. No method raises.
+    substitute, so that the caller can continue and find further problems. No method raises.
     """
 
     def __init__(self, raw: Mapping[str, Any], problems: list[str], prefix: str = "") -> None:
@@ -27,26 +27,30 @@ class Fields:
         self._left = set(raw)
 
     def refuse(self, key: str, allowed: str) -> None:
-        """Append to `problems` that the value of `key` is not allowed, with the allowed values."""
+        """Append an error text to `problems`: the value of `key`, and the text `allowed`."""
         value = self._raw.get(key, _ABSENT)
         got = "missing" if value is _ABSENT else f"is {shown(value)}"
         self.problems.append(f"{self._prefix}{key} {got}; allowed: {allowed}")
 
     def has(self, key: str) -> bool:
-        """Return whether the key is present with a value other than null."""
+        """Return whether the key is present and not null. The key is not marked as read."""
         return self._raw.get(key) is not None
 
     def mentions(self, key: str) -> bool:
-        """Return whether the key is present, even with null."""
+        """Return whether the key is present, even with null. The key is not marked as read."""
         return key in self._raw
 
     def take(self, key: str) -> Any:
-        """Return the value without checking it, or None if absent, and mark the key as read."""
+        """Return the unchecked value of `key`, or None if absent, and mark the key as read."""
         self._left.discard(key)
         return self._raw.get(key)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """Read an exact integer in [low, high]. A `default` replaces an absent or null value."""
+        """Return the integer value of `key`, which must be in [low, high].
+
+        `default`, if given, replaces an absent or null value. Any other value is refused and gives
+        `low`.
+        """
         value = self.take(key)
         if value is None and default is not None:
             return default
@@ -56,7 +60,11 @@ class Fields:
         return value
 
     def number(self, key: str, above: float, upto: float, default: float | None = None) -> float:
-        """Read a finite number in (above, upto]. A `default` replaces an absent or null value."""
+        """Return the value of `key` as a float, which must be finite and in (above, upto].
+
+        `default`, if given, replaces an absent or null value. Any other value is refused and gives
+        `upto`.
+        """
         value = self.take(key)
         if value is None and default is not None:
             return default
@@ -67,14 +75,20 @@ class Fields:
         return upto
 
     def optional(self, key: str, above: float, upto: float) -> float | None:
-        """Read a finite number in (above, upto], or None if absent or null."""
+        """Return the value of `key` as a float in (above, upto], or None if it is absent or null.
+
+        Any other value is refused and gives `upto`.
+        """
         if self.has(key):
             return self.number(key, above, upto)
         self.take(key)
         return None
 
     def numbers(self, key: str, length: int, above: float, upto: float) -> tuple[float, ...]:
-        """Read a list of `length` finite numbers in (above, upto]."""
+        """Return the list of `length` finite numbers in (above, upto] at `key`, as a tuple.
+
+        Any other value is refused and gives `length` times `upto`.
+        """
         value = self.take(key)
         numbers: list[float] = []
         for number in value if isinstance(value, list) and len(value) == length else ():
@@ -87,9 +101,9 @@ class Fields:
         return (upto,) * length
 
     def flag(self, key: str, default: bool) -> bool:
-        """Read a field that must be exactly true or false.
+        """Return the value of `key`, which must be exactly true or false.
 
-        An absent or null field gives `default`. Any other value is refused and gives `default` too.
+        An absent or null value gives `default`. Any other value is refused and gives `default` too.
         """
         value = self.take(key)
         if value is None:
@@ -100,7 +114,11 @@ class Fields:
         return value
 
     def choice(self, key: str, allowed: Iterable[str], default: str | None = None) -> str:
-        """Read one of the strings `allowed`. A `default` replaces an absent or null value."""
+        """Return the value of `key`, which must be one of the strings `allowed`.
+
+        `default`, if given, replaces an absent or null value. Any other value is refused and gives
+        the first allowed string.
+        """
         options = tuple(allowed)
         value = self.take(key)
         if value is None and default is not None:
@@ -111,9 +129,9 @@ class Fields:
         return value
 
     def neutral(self, rules: Mapping[str, Any]) -> None:
-        """Require each key of `rules` to be absent, null, or equal to the rule's value and type.
+        """Refuse each key of `rules` that is not absent, null, or equal to its rule (also in type).
 
-        A rule that is a tuple lists several allowed values of the same meaning.
+        A rule that is a tuple lists several allowed values. All keys of `rules` are marked as read.
         """
         for key, allowed in rules.items():
             value = self.take(key)
@@ -125,7 +143,7 @@ class Fields:
                 self.refuse(key, f"{text} (anything else is not supported)")
 
     def finish(self, ignored: frozenset[str] = frozenset()) -> None:
-        """Append a problem with all keys that have a value and were neither read nor ignored."""
+        """Append one problem that names every key with a value that is neither read nor ignored."""
         unknown = sorted((key for key in self._left - ignored if self.has(key)), key=str)
         if not unknown:
             return
@@ -150,7 +168,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """Format any value for an error message in at most about 80 characters."""
+    """Format any value for an error message, in at most about 80 characters."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, float) and not math.isfinite(value):

@@ -30,12 +30,12 @@ class Latent:
 
     @property
     def key(self) -> int:
-        """Size of a query or key head."""
+        """Size of a query or key head in latent attention: its plain and its rotated dimensions."""
         return self.plain + self.rotary
 
     @property
     def cached(self) -> int:
-        """Size of a head in the cache, where the shorter of key and value is padded."""
+        """Size of a head in the KV cache, where the shorter of key and value is padded."""
         return max(self.key, self.value)
 
 
@@ -43,5 +43,5 @@ ReadLatent = Callable[[Fields], Latent | None]
 
 
 def no_latent(fields: Fields) -> Latent | None:
-    """Return None, for attention without latents."""
+    """Return None: the reader of a config.json's latent attention, for models without it."""
     return None

@@ -43,12 +43,15 @@ ReadLayers = Callable[[Fields, int], LayerTable]
 
 
 def full_attention(fields: Fields, layers: int) -> LayerTable:
-    """Read layers without a window. `layer_types`, if present, must agree."""
+    """Return a LayerTable without windows. A `layer_types` with windows is refused."""
     return _table(fields, None, [False] * layers)
 
 
 def one_window(fields: Fields, layers: int) -> LayerTable:
-    """Read layers that all have the window `sliding_window`, which null disables."""
+    """Return a LayerTable whose layers all have the window `sliding_window`, or none if it is null.
+
+    A `layer_types` that differs from this is refused.
+    """
     window = _window(fields)
     sliding = [window is not None] * layers
     kinds = _kinds(fields, sliding)
@@ -58,13 +61,18 @@ def one_window(fields: Fields, layers: int) -> LayerTable:
 
 
 def by_type(fields: Fields, layers: int) -> LayerTable:
-    """Read `layer_types`. By default every layer has the window `sliding_window`, if any."""
+    """Return a LayerTable with the window `sliding_window` in the layers that `layer_types` names.
+
+    Without `layer_types` every layer has the window. A null `sliding_window` means no windows.
+    """
     window = _window(fields)
     return _table(fields, window, [window is not None] * layers)
 
 
 def every(period: int, *, field: str | None = None) -> ReadLayers:
-    """Return a reader of `layer_types`. By default each `period`-th layer has no window.
+    """Return a function that reads a LayerTable whose windows `layer_types` or else a period gives.
+
+    By default every layer has the window `sliding_window`, except for each `period`-th layer.
 
     Args:
         period: distance between layers without a window.
@@ -82,7 +90,7 @@ def every(period: int, *, field: str | None = None) -> ReadLayers:
 
 
 def rotated_windows(fields: Fields, layers: int) -> LayerTable:
-    """Read the layers of Cohere 2, which rotates only in layers with a window.
+    """Return the LayerTable of Cohere 2, which rotates only in layers with a window.
 
     Without `layer_types`, every n-th layer has no window. n is `sliding_window_pattern`, by default
     4.
@@ -92,9 +100,10 @@ def rotated_windows(fields: Fields, layers: int) -> LayerTable:
 
 
 def by_switch(fields: Fields, layers: int) -> LayerTable:
-    """Read windows from `layer_types`, or else from layer `max_window_layers` on.
+    """Return a LayerTable with the window `sliding_window` in the layers that `layer_types` names.
 
-    No layer has a window unless `use_sliding_window` is true.
+    Without `layer_types`, the layers from index `max_window_layers` on have the window. No layer
+    has a window unless `use_sliding_window` is true.
     """
     if not fields.flag("use_sliding_window", default=False):
         # Both fields describe a window that is switched off.
@@ -109,7 +118,10 @@ def by_switch(fields: Fields, layers: int) -> LayerTable:
 
 
 def one_switched_window(fields: Fields, layers: int) -> LayerTable:
-    """Read layers that all have the window `sliding_window`, if `use_sliding_window` is true."""
+    """Return a LayerTable whose layers have the window `sliding_window` if it is switched on.
+
+    The switch is `use_sliding_window`, by default false. Without it no layer has a window.
+    """
     if fields.flag("use_sliding_window", default=False):
         return one_window(fields, layers)
     fields.take("sliding_window")  # the size of a window that is switched off
@@ -117,11 +129,11 @@ def one_switched_window(fields: Fields, layers: int) -> LayerTable:
 
 
 def no_rope(fields: Fields, layers: int) -> LayerTable:
-    """Read layers of which some do not rotate.
+    """Return the LayerTable of a model some of whose layers do not rotate (SmolLM3).
 
     Layers with a zero in `no_rope_layers` do not rotate. Without that field, every n-th layer does
-    not, where n is `no_rope_layer_interval`. With `use_sliding_window`, the layers without
-    rotation, or the layers that `layer_types` lists, have the window.
+    not, where n is `no_rope_layer_interval`, by default 4. With `use_sliding_window`, the layers
+    without rotation, or the layers that `layer_types` lists, have the window `sliding_window`.
     """
     interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, default=4)
     rotary = [(index + 1) % interval != 0 for index in range(layers)]
@@ -152,7 +164,10 @@ def _window(fields: Fields) -> int | None:
 
 
 def _kinds(fields: Fields, default: Sequence[bool]) -> list[bool]:
-    """Return whether each layer has a window, from `layer_types`, or else from `default`."""
+    """Return whether each layer has a window, from `layer_types`, or `default` if that is absent.
+
+    A malformed `layer_types` is added to `fields.problems` and gives `default`.
+    """
     kinds = fields.take("layer_types")
     if kinds is None:
         return list(default)

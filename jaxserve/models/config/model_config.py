@@ -133,7 +133,7 @@ class ModelConfig:
     def from_fields(
         cls, raw: Mapping[str, Any], name: str, rules: ConfigRules, where: str, prefix: str = ""
     ) -> ModelConfig:
-        """Read the contents of a config.json by the rules of its architecture.
+        """Return the ModelConfig that a config.json describes by the rules of its architecture.
 
         Args:
             raw: the parsed object.
@@ -143,8 +143,7 @@ class ModelConfig:
             prefix: prefix of the names of fields, for errors.
 
         Raises:
-            UnsupportedModel: lists every field that is malformed, out of bounds, unknown, or not
-                supported by jaxserve.
+            UnsupportedModel: lists every malformed, out-of-bounds, unknown or unsupported field.
         """
         fields = _fields(raw, rules, prefix)
         fields.take("architectures")
@@ -193,7 +192,7 @@ class ModelConfig:
         return config
 
     def rope_of(self, layer: int) -> Rope | None:
-        """Return the rotary embedding of a layer, or None if it does not rotate."""
+        """Return the rotary embedding (`Rope`) of a layer, or None if the layer does not rotate."""
         if not self.layers.rotary[layer]:
             return None
         local = self.local_rope if self.layers.windows[layer] is not None else None
@@ -238,7 +237,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Size of a head, or of the rotary part of a head of latent attention."""
+        """Size of a head as the rotary embedding takes it: in latent attention, the rotary part."""
         return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
@@ -248,9 +247,9 @@ class ModelConfig:
         return positions if self.local_rope is not None else self.rope.reach(positions)
 
     def for_length(self, length: int) -> ModelConfig:
-        """Return the same model for sequences of at most `length` positions.
+        """Return the same ModelConfig for sequences of at most `length` positions.
 
-        LongRoPE has separate factors for short and long contexts (see `LongRopeScaling`).
+        LongRoPE selects factors for short or long contexts (see `LongRopeScaling`).
         """
         local = self.local_rope
         return replace(
@@ -261,7 +260,7 @@ class ModelConfig:
 
 
 def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
-    """Rename fields to their common names. Refuse a field whose two names have different values."""
+    """Return the Fields of a config.json under common names. Refuse two names that disagree."""
     renamed = [name for name in rules.renamed if raw.get(name) is not None]
     common = {rules.renamed[name]: raw[name] for name in renamed}
     plain = {

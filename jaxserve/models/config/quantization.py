@@ -94,9 +94,9 @@ UNREAD: Mapping[str, str] = MappingProxyType(
 
 
 def read_quantization(fields: Fields) -> StoredQuantization | None:
-    """Read the quantization of a config.json, or return None if the weights are not quantized.
+    """Return the stored quantization that a config.json describes, or None without quantization.
 
-    Each unsupported value is appended to `fields.problems`.
+    Each unsupported value is appended to `fields.problems`. An unsupported method gives None.
     """
     raw = fields.take(FIELD)
     if raw is None:
@@ -126,7 +126,7 @@ def read_quantization(fields: Fields) -> StoredQuantization | None:
 
 
 def modelopt_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the contents of modelopt's `hf_quant_config.json` to a `quantization_config`."""
+    """Convert the parsed object of modelopt's `hf_quant_config.json` to a `quantization_config`."""
     inner = raw.get("quantization")
     inner = inner if isinstance(inner, dict) else {}
     return {"quant_method": "modelopt", "producer": raw.get("producer"), **inner}

@@ -22,14 +22,17 @@ ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Linear scaling: positions are divided by `factor`."""
+    """Linear scaling of the rotary embedding: positions are divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """Dynamic NTK scaling: the base grows with positions beyond the original context."""
+    """Dynamic NTK scaling of the rotary embedding.
+
+    The base theta grows with the positions beyond the original context.
+    """
 
     factor: float
     original_max_position_embeddings: int
@@ -37,7 +40,10 @@ class DynamicScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling of the rotary embedding to longer contexts."""
+    """Llama 3.1's scaling of the rotary embedding to longer contexts.
+
+    Frequencies of pairs with few turns over the original context are divided by `factor`.
+    """
 
     factor: float
     low_freq_factor: float
@@ -47,7 +53,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN scaling. `attention_factor` multiplies cosines and sines.
+    """YaRN scaling of the rotary embedding. `attention_factor` multiplies cosines and sines.
 
     Latent attention also scales its scores by `mscale_all_dim` (0 if absent). Queries at position p
     are multiplied by 1 + `query_beta` * log(1 + p // original), as in Llama 4.
@@ -83,18 +89,25 @@ Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRop
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary position embedding. `partial` is the share of each head that is rotated."""
+    """The rotary position embedding of a layer: its base `theta` and its scaling, if any.
+
+    `partial` is the share of each head that is rotated.
+    """
 
     theta: float
     scaling: Scaling | None = None
     partial: float = 1.0
 
     def dimensions(self, head_dim: int) -> int:
-        """Return the number of rotated dimensions of a head; callers round it up to pairs."""
+        """Return the number of rotated dimensions of a head of `head_dim`, not rounded to pairs."""
         return int(head_dim * self.partial)
 
     def reach(self, positions: int) -> int:
-        """Return the context length to serve if a model declares `positions`, as in vLLM."""
+        """Return the context length to serve for a model that declares `positions`, as in vLLM.
+
+        Linear and dynamic scaling multiply `positions` by their factor. YaRN gives its original
+        context times its factor, if that is larger. Other scalings give `positions`.
+        """
         match self.scaling:
             case LinearScaling(factor) | DynamicScaling(factor):
                 return min(int(positions * factor), MAX_POSITIONS)
@@ -104,7 +117,11 @@ class Rope:
                 return positions
 
     def for_length(self, length: int) -> Rope:
-        """Return the embedding for at most `length` positions (see `LongRopeScaling`)."""
+        """Return this rotary embedding for sequences of at most `length` positions.
+
+        LongRoPE selects its long factors if `length` exceeds the original context. Other embeddings
+        are unchanged.
+        """
         scaling = self.scaling
         if not isinstance(scaling, LongRopeScaling):
             return self
@@ -114,7 +131,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class RopeRules:
-    """The spelling of a family's rotary embedding in config.json.
+    """Rules for reading a family's rotary embedding from config.json.
 
     Attributes:
         theta: the default base.
@@ -143,7 +160,7 @@ class RopeRules:
 
 @dataclass(frozen=True)
 class _Case:
-    """The inputs of a reader of a scaling: its fields and values of the model."""
+    """The arguments of a function that reads a rope scaling: its fields and values of the model."""
 
     fields: Fields
     positions: int  # max_position_embeddings
@@ -155,13 +172,16 @@ class _Case:
 def read_ropes(
     fields: Fields, rules: RopeRules, positions: int, head_dim: int
 ) -> tuple[Rope, Rope | None]:
-    """Read the rotary embedding, and the one of layers with a window if it differs (else None).
+    """Return the rotary embedding of a config.json, and that of its layers with a window.
+
+    The second is None in families without a separate embedding for layers with a window. Invalid
+    values are added to `fields.problems`.
 
     Args:
         fields: fields of config.json.
-        rules: the family's spelling.
+        rules: the family's rules for these fields.
         positions: max_position_embeddings.
-        head_dim: size of a head.
+        head_dim: size of a head, of which the embedding rotates all or a part.
     """
     theta = fields.number("rope_theta", 1.0, 1e12, default=rules.theta)
     local_theta = rules.local_theta or theta
@@ -188,7 +208,7 @@ def read_ropes(
 
 @dataclass(frozen=True)
 class _Outer:
-    """The top-level fields that surround the mapping of a rotary embedding."""
+    """The top level of a config.json around the mapping that describes a rotary embedding."""
 
     fields: Fields
     rules: RopeRules
@@ -196,9 +216,10 @@ class _Outer:
     head_dim: int
 
     def read(self, raw: object, key: str, theta: float) -> Rope:
-        """Read one rotary embedding from the value `raw` of the field `key`.
+        """Return the rotary embedding that the value `raw` of the field `key` describes.
 
-        theta: the base given at the top level, or the family's default.
+        Null gives an embedding without scaling. Invalid values are added to `fields.problems`.
+        `theta` is the base given at the top level, or the family's default.
         """
         fields, kinds = self.fields, self.rules.kinds
         partial, original = self.rules.partial or 1.0, None

@@ -20,11 +20,12 @@ ROUTING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jit
 
 @dataclass(frozen=True)
 class Scales:
-    """Factors and bounds of values within a model.
+    """Factors and bounds of the scores, embeddings, residual stream and logits of a model.
 
     Attributes:
         attention: factor of the scores, or None for head_dim ** -0.5.
-        attention_cap, logit_cap: bounds of scores and of logits: cap * tanh(x / cap).
+        attention_cap, logit_cap: bounds of scores and of logits: cap * tanh(x / cap). None for no
+            bound.
         embedding: factor of the embeddings.
         residual: factor of each attention or MLP result that is added to the residual stream.
         logit_divisor, logit_factor: divisor and factor of the logits. (Both exist because a
@@ -56,13 +57,13 @@ def no_mlp(fields: Fields) -> int:
 
 
 def no_scales(fields: Fields, hidden_size: int) -> Scales:
-    """Return the scales of a model without multipliers and caps."""
+    """Return the default `Scales`, for families without multipliers and caps in config.json."""
     return Scales()
 
 
 @dataclass(frozen=True)
 class ConfigRules:
-    """Rules for the fields of one architecture's config.json.
+    """Rules for reading the fields of one architecture's config.json.
 
     Attributes:
         model_type: the value of the field `model_type`.
@@ -119,5 +120,5 @@ class ConfigRules:
 
     @property
     def model_types(self) -> tuple[str, ...]:
-        """The accepted values of `model_type`."""
+        """The values of `model_type` in config.json that the architecture accepts."""
         return (self.model_type, *sorted(self.aliases))

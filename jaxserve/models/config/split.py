@@ -41,12 +41,12 @@ class Split:
 
     @property
     def leaves_sums(self) -> bool:
-        """Whether the sum over devices is left to the kernel that adds and normalizes it."""
+        """Whether layers leave sums over devices to the kernel that adds and norms results."""
         return self.sum_kernel and self.axis is not None
 
     @property
     def counts_rows(self) -> bool:
-        """Whether each device counts the rows that its experts compute."""
+        """Whether each device counts the rows that its experts compute: it has whole experts."""
         return self.expert_parallel and self.devices > 1
 
 

@@ -52,7 +52,11 @@ class StoredQuantization:
 
 
 def block_sizes(fields: Fields, key: str) -> tuple[int, int] | None:
-    """Read [outputs, inputs] of a block that shares a scale, or return None if absent or null."""
+    """Return the value of `key`: the sizes (outputs, inputs) of a matrix block that shares a scale.
+
+    An absent or null value gives None. Any other value is added to `fields.problems` and gives
+    None.
+    """
     block = fields.take(key)
     if block is None:
         return None
@@ -64,7 +68,11 @@ def block_sizes(fields: Fields, key: str) -> tuple[int, int] | None:
 
 
 def group_size(fields: Fields, key: str) -> int | None:
-    """Read the number of inputs that share a scale; -1, which means all inputs, gives None."""
+    """Return the value of `key`: the number of inputs of a matrix that share a scale.
+
+    -1, which means all inputs, gives None. An invalid value is added to `fields.problems` and gives
+    None.
+    """
     size = fields.take(key)
     if size == -1 and type(size) is int:
         return None

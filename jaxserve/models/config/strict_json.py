@@ -14,7 +14,7 @@ from jaxserve.errors import CheckpointError
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor.
+    """Open a regular file for reading and return its file descriptor.
 
     Raises:
         CheckpointError: the file is absent, unreadable, or a directory, pipe, socket or device
@@ -32,10 +32,11 @@ def open_regular(path: Path) -> int:
 
 
 def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Read the JSON object in a file of at most `max_bytes` bytes.
+    """Return the parsed JSON object in a file of at most `max_bytes` bytes.
 
     Raises:
-        CheckpointError: the file is unreadable, too large, or not a strict JSON object.
+        CheckpointError: the file is unreadable, too large, or not a strict JSON object (see
+            `parse_object`).
     """
     with os.fdopen(open_regular(path), "rb") as file:
         text = file.read(max_bytes + 1)
@@ -45,7 +46,7 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """Parse one JSON object in UTF-8, refusing duplicate keys, NaN and Infinity.
+    """Return the JSON object in UTF-8 text, without duplicate keys, NaN and Infinity.
 
     Args:
         text: the bytes of the object.

@@ -22,10 +22,10 @@ Raw = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A model that contains a text model.
+    """A multimodal architecture whose config.json contains the fields of a text model.
 
     Attributes:
-        model_type: the value of the field `model_type`.
+        model_type: the value of the wrapper's field `model_type`.
         text: the default `model_type` of the text model.
         path: the nested fields that lead to the text model's fields.
         flat: if `path` is absent, the text model's fields are among the wrapper's own.
@@ -213,7 +213,7 @@ TOWER = frozenset({
 
 
 def wrapper_of(raw: Raw, architecture: str | None) -> str | None:
-    """Return the name of the wrapper that a config.json describes, or None.
+    """Return the name of the multimodal wrapper that a config.json describes, or None.
 
     Args:
         raw: the parsed object.
@@ -228,9 +228,12 @@ def wrapper_of(raw: Raw, architecture: str | None) -> str | None:
 def text_fields(raw: Raw, wrapper: Wrapper) -> tuple[dict[str, Any], str]:
     """Return the fields of a wrapper's text model, in the form of a plain config.json.
 
+    Defaults of Transformers fill in absent fields. The wrapper's own dtype, quantization, BOS token
+    and `tie_word_embeddings` take precedence. The EOS tokens of both are joined.
+
     Args:
         raw: the wrapper's fields.
-        wrapper: describes where they are nested.
+        wrapper: describes where the text model's fields are nested.
 
     Returns:
         The fields, including `model_type`, and the prefix of their names in `raw`.

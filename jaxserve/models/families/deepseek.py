@@ -152,10 +152,10 @@ def _attention(config: ModelConfig) -> list[WeightName]:
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the fields of DeepSeek-V2 or V3 (if the router uses sigmoids) to `raw`.
+    """Add fields of DeepSeek-V2, or of V3 if the router uses sigmoids, to the config.json `raw`.
 
-    Older files have the sizes of a head under the usual keys. In newer files the keys with `_mla`
-    have these sizes, and the usual keys describe the single head that latent attention is
+    Older files have the sizes of a head under the usual metadata keys. In newer files the keys with
+    `_mla` have these sizes, and the usual keys describe the single head that latent attention is
     equivalent to when the upward projection is absorbed into the queries.
     """
     size = gguf.get("attention.key_length_mla") or raw.get("head_dim")

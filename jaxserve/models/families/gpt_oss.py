@@ -37,7 +37,10 @@ from jaxserve.models.weight_table import WeightName
 
 
 def _experts(fields: Fields, layers: int) -> Experts:
-    """Read the experts of every layer, with their clamped activation, in MXFP4 or unquantized."""
+    """Read the mixture of experts of gpt-oss from the fields of a config.json.
+
+    Every layer has experts, with a clamped activation, stored in MXFP4 or unquantized.
+    """
     if not fields.has("rope_scaling") and not fields.has("rope_parameters"):
         fields.refuse("rope_parameters", "a mapping; it has no default")
     count, chosen = expert_counts(fields, ("num_local_experts",))

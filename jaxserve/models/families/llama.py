@@ -26,7 +26,7 @@ from jaxserve.models.weight_table import WeightName
 
 
 def llama_weights(config: ModelConfig) -> list[WeightName]:
-    """Return every tensor in a checkpoint, with its parameter in the model."""
+    """Return every tensor in a checkpoint of Llama as a `WeightName`, with its model parameter."""
     layer = [*PRE_NORMS, *projections(config)]
     return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
 

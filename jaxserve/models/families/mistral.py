@@ -16,7 +16,13 @@ from jaxserve.models.gguf.rules import GgufRules
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the fields of Ministral 3 or, without YaRN, of the text model of Mistral Small 3.1."""
+    """Add the fields of a GGUF file of Mistral to the config.json `raw`.
+
+    With YaRN scaling the model is Ministral 3, else the text model of Mistral Small 3.1.
+
+    Raises:
+        UnsupportedModel: a growing factor of the queries without YaRN (see also `read_rope`).
+    """
     read_rope(gguf, raw)
     raw["sliding_window"] = None
     scaling = raw.get("rope_scaling", {})

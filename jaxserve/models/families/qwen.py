@@ -34,7 +34,10 @@ from jaxserve.models.weight_table import WeightName
 
 
 def _experts(fields: Fields, layers: int) -> Experts:
-    """Read the experts of every `decoder_sparse_step`-th layer, except for `mlp_only_layers`."""
+    """Read the mixture of experts of Qwen3-MoE from the fields of a config.json.
+
+    Every `decoder_sparse_step`-th layer of `layers` has experts, except for `mlp_only_layers`.
+    """
     count, chosen = expert_counts(fields, ("num_experts", "num_local_experts"))
     sparse = sparse_layers(fields, layers)
     kind = fields.take("model_type")

@@ -41,16 +41,20 @@ class GgufMetadata:
     read_factors: Callable[[str], list[float]]
 
     def key(self, name: str) -> str:
-        """Return the full key of a name, with the architecture as prefix."""
+        """Return the full metadata key "<architecture>.<name>"."""
         return f"{self.architecture}.{name}"
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of one of the architecture's keys."""
+        """Return the metadata value of key "<architecture>.<name>", or `default` if absent."""
         return self.values.get(self.key(name), default)
 
 
 def read_rope(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the rotary embedding of whole heads, scaled or not, to `raw`.
+    """Add the config.json fields of a rotary embedding of whole heads to `raw`.
+
+    Args:
+        gguf: metadata of the file.
+        raw: the config.json that is built from it.
 
     Raises:
         UnsupportedModel: only part of each head is rotated (see also `read_rope_scaling`).
@@ -63,10 +67,14 @@ def read_rope(gguf: GgufMetadata, raw: Raw) -> None:
 
 
 def read_rope_scaling(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add `rope_scaling` to `raw`, from `rope.scaling` or from Llama 3's factors of each pair.
+    """Add `rope_scaling` and a default `rope_theta` to the config.json `raw` of a GGUF file.
+
+    The scaling comes from the keys `rope.scaling`, or from the tensor of Llama 3's factors of each
+    rotated pair. Without either, no `rope_scaling` is added.
 
     Raises:
-        UnsupportedModel: another kind of scaling, or YaRN with an extrapolation factor.
+        UnsupportedModel: another kind of scaling, both sources, or YaRN with an extrapolation
+            factor.
         CheckpointError: see `GgufMetadata.read_factors`.
     """
     raw.setdefault("rope_theta", 10_000.0)
@@ -95,7 +103,7 @@ def read_rope_scaling(gguf: GgufMetadata, raw: Raw) -> None:
 
 
 def scaling_of(gguf: GgufMetadata) -> tuple[Any, Any]:
-    """Return the kind of scaling and its factor, ("none", None) without scaling.
+    """Return the kind of a GGUF file's rope scaling and its factor, ("none", None) without scaling.
 
     As in llama.cpp, `rope.scale_linear` is the older name of the factor, and a factor without a
     type means linear scaling.
@@ -121,13 +129,16 @@ def _yarn(gguf: GgufMetadata) -> Raw:
 
 
 def read_biases(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add `attention_bias` and `mlp_bias` to `raw`, from the names of the tensors."""
+    """Set `attention_bias` and `mlp_bias` in the config.json `raw`.
+
+    They are true if layer 0 of the GGUF file has tensors of these biases.
+    """
     raw["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     raw["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
 
 
 def read_windows(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add `layer_types` to `raw`, for files with one rotary base for all layers.
+    """Add `layer_types` to the config.json `raw` of a GGUF file whose layers share a rotary base.
 
     Raises:
         UnsupportedModel: layers with a window have a separate rotary base (see also
@@ -139,9 +150,10 @@ def read_windows(gguf: GgufMetadata, raw: Raw) -> None:
 
 
 def read_pattern(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add `layer_types` to `raw` if the file has a pattern of windows.
+    """Add `layer_types` to the config.json `raw` if the GGUF file has a pattern of sliding windows.
 
-    The pattern is a period, or a list with true for each layer that has a window.
+    The pattern is a period n, by which every n-th layer has no window, or a list with true for each
+    layer that has a window.
 
     Raises:
         UnsupportedModel: a pattern of another form.

@@ -103,7 +103,7 @@ FACTORS = frozenset({"rope_freqs.weight"})
 
 @dataclass(frozen=True)
 class Join:
-    """A tensor that the file stores as parts with equally many rows, or transposed.
+    """A tensor that a GGUF file stores as parts with equally many rows, or transposed.
 
     Attributes:
         name: name of the tensor, without the prefix of its layer.
@@ -124,22 +124,22 @@ class Join:
 
 @dataclass(frozen=True)
 class GgufRules:
-    """Rules for the files of one value of `general.architecture`.
+    """Rules for reading GGUF files of one value of `general.architecture`.
 
     Attributes:
         name: name of the architecture in config.json, unless `finish` sets another.
-        finish: adds the fields that are not a plain copy of one metadata value.
+        finish: adds the fields of config.json that are not a plain copy of one metadata value.
         tensors: Hugging Face's names of tensors, by llama.cpp's names.
         fields: additional fields of config.json, by metadata keys of this architecture.
         read: additional metadata keys that `finish` reads.
         parallel: attention and MLP run in parallel.
-        experts: matrices of the experts, stored stacked or separately.
+        experts: names of an expert's matrices, by the file's names of the stacked matrices.
         joins: tensors that the file stores in parts.
-        paired: rows of queries and keys are permuted.
+        paired: rows of query and key projections are permuted, so that rotated pairs are adjacent.
         fused: queries, keys and values may be one tensor.
         latent: attention is latent, so that the usual keys for the size of a head have another
             meaning.
-        norm_offset: number that is added to the stored scales of norms.
+        norm_offset: number by which the file's scales of norms exceed those of the checkpoint.
         factors: tensors that belong to the configuration, which are present all together or not at
             all.
     """

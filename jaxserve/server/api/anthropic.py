@@ -39,7 +39,10 @@ def renaming_request(http_request: Request) -> EndpointRequest:
 
 
 async def messages(http_request: Request) -> Response:
-    """Answer a conversation in Anthropic's form, as a document or as a stream of events."""
+    """Endpoint `POST /v1/messages`: answer a conversation in the form of Anthropic's API.
+
+    The answer is a JSON document, or a stream of events if the request asks for it.
+    """
     request = renaming_request(http_request)
     body = request.parse(schema.MessagesRequest, endpoint_fields("messages"))
     chat = await template_chat(request, body)
@@ -49,10 +52,13 @@ async def messages(http_request: Request) -> Response:
 
 
 async def template_chat(request: EndpointRequest, body: schema.CountRequest) -> ChatRequest:
-    """Return the chat request for a request in Anthropic's form, as the model's template takes it.
+    """Return the chat request that is equivalent to a request in the form of Anthropic's API.
+
+    If the model's chat template refuses system messages after the first message, all system
+    messages are joined into the first. The names of fields in errors are set in `request`.
 
     Raises:
-        ApiError: there is no such model.
+        ApiError: 404, there is no such model.
         InvalidRequest: a field is wrong, which the error names.
     """
     field = schema.output_field(body) if body.json_schema is None else "json_schema"
@@ -69,13 +75,13 @@ async def template_chat(request: EndpointRequest, body: schema.CountRequest) -> 
 
 
 def drop_budget(request: EndpointRequest, chat: ChatRequest) -> None:
-    """Remove the chat's thinking budget if the format of the model's reasoning is unknown.
+    """Remove the thinking budget from `chat` if the format of the model's reasoning is unknown.
 
     The removal is logged once. Claude Code sends a budget with every request, whatever the model.
 
     Raises:
-        ApiError: there is no such model.
-        InvalidRequest: the budget is out of range.
+        ApiError: 404, there is no such model.
+        InvalidRequest: the removed budget is out of range.
     """
     budget, name = chat.thinking_token_budget, "thinking_token_budget"
     model = request.find_model(chat.model)
@@ -90,7 +96,10 @@ def drop_budget(request: EndpointRequest, chat: ChatRequest) -> None:
 
 
 async def count_tokens(http_request: Request) -> Response:
-    """Answer with the number of tokens of a conversation, rendered by the chat template."""
+    """Endpoint `POST /v1/messages/count_tokens`: answer with the number of prompt tokens.
+
+    The conversation, in the form of Anthropic's API, is rendered by the model's chat template.
+    """
     request = renaming_request(http_request)
     body = request.parse(schema.CountRequest, endpoint_fields("messages"))
     chat = await template_chat(request, body)
@@ -122,7 +131,7 @@ def _is_whole(call: Call) -> bool:
 
 
 class MessagesFormatter(ResponseFormatter):
-    """Formatter of Anthropic's messages, as one document or as the events of a stream.
+    """Formatter of answers in the form of Anthropic's API, as a document or as stream events.
 
     Args:
         manages_context: whether the request has `context_management`. The answer then reports that

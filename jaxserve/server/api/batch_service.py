@@ -35,9 +35,11 @@ _ENDPOINTS = {
 
 
 class InnerClient:
-    """Client that calls the endpoints of an application directly, without a connection.
+    """Client that calls the server's generating endpoints directly, without a connection.
 
     Args:
+        asgi: the Starlette application.
+        config: the server's settings.
         is_behind: whether other clients take precedence, as described in `ServedModel.behind`.
     """
 
@@ -47,9 +49,10 @@ class InnerClient:
         self._is_behind = is_behind
 
     async def answer(self, line: Line, owner: str | None = None) -> BatchResponse:
-        """Return the answer to a line of a batch. Errors become answers with their status.
+        """Return the answer to a request of a batch. Errors become answers with their status.
 
         Args:
+            line: the request, with its URL and body.
             owner: digest of the API key of the batch, or None.
         """
         request_id, renamed = uuid4().hex, {}
@@ -86,10 +89,11 @@ async def _stay() -> Message:
 
 
 class BatchService:
-    """Scheduler of the lines of batches: a line starts if a slot is free and no request waits.
+    """Service that sends requests of batches to the endpoints while slots of the models are free.
 
     Args:
-        client: sends the lines to the endpoints.
+        models: the models of the server.
+        client: sends the requests to the endpoints.
     """
 
     def __init__(self, models: Models, client: InnerClient) -> None:
@@ -99,15 +103,23 @@ class BatchService:
         self._freed = asyncio.Event()
 
     async def answer(self, line: Line, owner: str | None = None) -> BatchResponse:
-        """Return the answer to a line, as `InnerClient.answer` does."""
+        """Return the answer to a request of a batch, sent by the client `InnerClient`.
+
+        Errors become answers with their status. `owner` is the digest of the batch's API key, or
+        None.
+        """
         return await self._client.answer(line, owner)
 
     def is_alive(self, model: str | None) -> bool:
-        """Return whether the engine of a model is running."""
+        """Return whether the engine of the model with this name runs. None is the first model."""
         return self._find(model).llm.is_alive()
 
     async def enter(self, model: str | None) -> None:
-        """Wait for a slot that no other client needs, and count it as taken."""
+        """Wait for a slot of the model that no other client needs, and count it as taken.
+
+        Args:
+            model: name of the model. The first model is used for None or an unknown name.
+        """
         served = self._find(model)
         while not self._has_room(served):
             with suppress(TimeoutError):
@@ -116,7 +128,7 @@ class BatchService:
         self._taken[served.name] += 1
 
     def leave(self, model: str | None) -> None:
-        """Count a slot as free again, and wake the lines that wait for one."""
+        """Count a slot of the model that `enter` took as free, and wake the tasks that wait."""
         self._taken[self._find(model).name] -= 1
         self._freed.set()
         self._freed = asyncio.Event()

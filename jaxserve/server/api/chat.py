@@ -36,10 +36,16 @@ def _wanted_logprobs(body: openai.ChatRequest) -> int | None:
 
 
 async def prepare(request: EndpointRequest, body: openai.ChatRequest) -> Generation:
-    """Check a chat request, render its conversation, and return its generation, not yet started.
+    """Check a chat request, render its conversation to a prompt, and return its generation.
+
+    The generation is not started yet. Tools and structured outputs are compiled on another thread.
+
+    Args:
+        request: the HTTP request.
+        body: body of the chat request.
 
     Raises:
-        ApiError: there is no such model, or the server is stopping.
+        ApiError: 404, there is no such model. 503, the server is stopping.
         InvalidRequest: a field is wrong, which the error names.
         Overloaded: the queue is full.
     """
@@ -75,6 +81,10 @@ def chat_sampling(
     Beside the fields that `sampling_params` reads, they hold the thinking budget, end tokens of the
     model's dialect, and the grammar of forced tool calls.
 
+    Args:
+        max_tokens: maximum number of generated tokens, or None for the limit of the context.
+        tools: how the answer may use tools, or None if it may not.
+
     Raises:
         InvalidRequest: a field is wrong, which the error names.
     """
@@ -100,7 +110,10 @@ def chat_sampling(
 
 
 async def chat_completions(http_request: Request) -> Response:
-    """Answer a conversation `n` times, as a document or as a stream of events."""
+    """Endpoint `POST /v1/chat/completions`: answer a conversation with `n` messages.
+
+    The answer is a JSON document, or a stream of events if the request asks for it.
+    """
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
     body = request.parse(openai.ChatRequest, endpoint_fields("chat"))
@@ -120,19 +133,23 @@ async def chat_completions(http_request: Request) -> Response:
 
 @dataclass(frozen=True)
 class Echo:
-    """The role of a request's answers, and the text that each answer repeats before its own."""
+    """Role of the messages in the answer to a chat request, and text that they begin with.
+
+    The text is that of the request's last message with `echo`, otherwise "".
+    """
 
     role: str = "assistant"
     text: str = ""
 
 
 def echo_of(body: openai.ChatRequest, role: str) -> Echo:
-    """Return the role of a request's answers, and the text that they repeat with `echo`.
+    """Return the role of the answers to a chat request, and the text that they repeat.
 
-    By vLLM's rules, answers repeat the last message if it has their role.
+    By vLLM's rules, answers with `echo` repeat the request's last message if it has their role.
 
     Args:
-        role: role of answers that begin a message.
+        role: role of answers that begin a new message. Answers that continue the last message have
+            its role.
     """
     begins = body.add_generation_prompt is not False and not body.continue_final_message
     last = body.messages[-1]
@@ -143,11 +160,13 @@ def echo_of(body: openai.ChatRequest, role: str) -> Echo:
 
 
 class ChatFormatter(ChoiceFormatter):
-    """Formatter of chat completions, as one document or as the events of a stream.
+    """Formatter of the answer of the chat API, as one document or as stream events.
 
     Args:
+        body: the chat request, which selects the optional fields.
         tokenizer: spells tokens in log-probabilities.
-        echo: role of the answers, and the text that they repeat.
+        answer_id: id of the answer.
+        echo: role of the messages, and the text that they repeat.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from jaxserve.server.tool_calls.custom_tools import CustomInput
 
 
 class ChatCalls:
-    """Formatter of the messages of one request's answers.
+    """Converter of messages and tool calls to the chat API's form, for one request's answer.
 
     Args:
         tools: the request's tools. Calls of custom tools hold a text instead of JSON arguments.
@@ -23,7 +23,7 @@ class ChatCalls:
         self._inputs: dict[tuple[int, int], CustomInput] = {}  # by choice and call
 
     def answer(self, message: Message) -> AnswerMessage:
-        """Return a complete message in the form of the chat API."""
+        """Return a complete message, with its reasoning and tool calls, in the chat API's form."""
         answer = AnswerMessage(message.content)
         if message.calls:
             answer.content = message.content or None
@@ -42,7 +42,10 @@ class ChatCalls:
         return AnsweredCall(id=call.id, type="custom", custom=custom)
 
     def delta(self, part: ChoicePart) -> ChatDelta:
-        """Return the additions of a part as a delta with one entry for each call."""
+        """Return a part of a choice as a chat delta, with one entry for each changed tool call.
+
+        The last part of a choice also completes the texts of its calls of custom tools.
+        """
         delta = ChatDelta()
         calls: dict[int, CallDelta] = {}
         for piece in part.pieces:
@@ -61,9 +64,14 @@ class ChatCalls:
         return delta
 
     def _add(self, choice: int, calls: dict[int, CallDelta], piece: CallPart) -> None:
-        """Append a piece of a call to `calls`, the calls of a delta.
+        """Add a part of a tool call to the entries of a delta.
 
-        A call of a custom tool gets an entry only if the piece has new text.
+        A call of a custom tool gets an entry only for its first part or new text.
+
+        Args:
+            choice: number of the choice.
+            calls: entries of the delta by the number of the call, which are changed.
+            piece: the part of the call.
         """
         key = (choice, piece.index)
         if piece.id is not None and piece.name in self._custom:

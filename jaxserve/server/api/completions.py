@@ -33,7 +33,10 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def as_prompts(prompt: str | list) -> list[str | list[int]]:
-    """Return the prompts of a request as a list, each of them a text or a list of token ids.
+    """Return the prompts of a completion request as a list of texts or lists of token ids.
+
+    Args:
+        prompt: a text, a list of token ids, or a list of texts or of such lists.
 
     Raises:
         InvalidRequest: the list is empty, or mixes texts and token ids.
@@ -51,7 +54,10 @@ def as_prompts(prompt: str | list) -> list[str | list[int]]:
 
 
 async def completions(http_request: Request) -> Response:
-    """Complete each prompt `n` times, and answer with a document or a stream of events."""
+    """Endpoint `POST /v1/completions`: complete each prompt `n` times.
+
+    The answer is a JSON document, or a stream of events if the request asks for it.
+    """
     request = EndpointRequest(http_request)
     body = request.parse(CompletionRequest, endpoint_fields("completions"))
     generation, texts = await prepare_completions(request, body)
@@ -64,14 +70,15 @@ async def completions(http_request: Request) -> Response:
 async def prepare_completions(
     request: EndpointRequest, body: CompletionRequest, scores_whole: bool = True
 ) -> tuple[Generation, list[str]]:
-    """Check a request and tokenize its prompts.
+    """Check a completion request and tokenize its prompts.
 
     Args:
-        scores_whole: accept prompts as long as the context if the request asks only for the echo
-            of the prompts and their log-probabilities.
+        scores_whole: accept prompts as long as the context if the request asks only for the echo of
+            the prompts and their log-probabilities.
 
     Returns:
-        The generation, not yet started, and for each prompt the text that its completions repeat.
+        The generation of the completions, not yet started. For each prompt, the text that its
+        completions repeat ("" without `echo`).
 
     Raises:
         ApiError, InvalidRequest, Overloaded: see `jaxserve.server.api`.
@@ -133,9 +140,13 @@ async def _token_ids(
 
 
 def wider(drawn: int, prompt: int | None) -> int:
-    """Return the larger of two numbers of alternatives per token, where -1 means all.
+    """Return the larger of two numbers of alternatives per token, where -1 means all tokens.
 
     A value below -1 is returned as it is, so that the engine refuses it.
+
+    Args:
+        drawn: number for generated tokens.
+        prompt: number for prompt tokens, or None.
     """
     if prompt is None or drawn < -1:
         return drawn
@@ -151,16 +162,19 @@ def _text(model: ServedModel, prompt: str | list[int], skip_special_tokens: bool
 
 
 def is_echo_only(body: CompletionRequest) -> bool:
-    """Return whether the request asks for its prompts and no further tokens."""
+    """Return whether a completion request has `echo` and asks for no generated tokens."""
     return bool(body.echo) and sampling_fields.most_tokens(body) == 0
 
 
 class CompletionFormatter(ChoiceFormatter):
-    """Formatter of completions, as one document or as the events of a stream.
+    """Formatter of the answer of the completions API, as one document or as stream events.
 
     Args:
+        body: the completion request, which selects the optional fields.
         echoes: for each prompt, the text that its completions repeat.
+        sampling: sampling parameters of the request, for `n` and `skip_special_tokens`.
         tokenizer: spells tokens in log-probabilities. None for a model without a tokenizer.
+        answer_id: id of the answer.
     """
 
     def __init__(

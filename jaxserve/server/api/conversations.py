@@ -22,7 +22,9 @@ MAX_MESSAGES = MAX_DOCUMENTS = 4096
 
 
 def as_template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages in the form that chat templates take, with their content as text.
+    """Return the messages of a chat request as dicts for a chat template, with content as text.
+
+    A dict has `role` and `content`, and if present the name, tool calls and reasoning.
 
     Raises:
         InvalidRequest: there are too few or too many messages, or the newest user message has no
@@ -57,7 +59,10 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
 
 
 async def template_options(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
-    """Return the inputs of the chat template that a request sets, including a template of its own.
+    """Return the inputs of the chat template that a chat request and the server's settings set.
+
+    Inputs of the request take precedence. A template of the request is compiled, as the option
+    `chat_template`. Messages and tools are not included.
 
     Raises:
         InvalidRequest: the request may not set an input, which the error names.
@@ -92,7 +97,7 @@ async def template_options(body: ChatRequest, model: ServedModel) -> dict[str, A
 
 
 async def template_ids(chat: ChatRequest, model: ServedModel) -> list[int]:
-    """Render a chat request with its tools by the chat template, and return the token ids.
+    """Return the token ids of a chat request's messages and tools, rendered by the chat template.
 
     Raises:
         InvalidRequest: a field is wrong, which the error names.
@@ -108,9 +113,13 @@ async def template_ids(chat: ChatRequest, model: ServedModel) -> list[int]:
 async def render(
     model: ServedModel, messages: list[ChatMessage], body: ChatRequest, options: dict[str, Any]
 ) -> list[int]:
-    """Render messages by the chat template, and return the token ids.
+    """Return the token ids of messages, rendered by the chat template, as prompt of a chat request.
 
-    They are truncated if the request says so.
+    The prompt gets special tokens and is truncated if the request says so.
+
+    Args:
+        body: the chat request, for `add_special_tokens` and the truncation.
+        options: options of `ServedModel.render`.
 
     Raises:
         InvalidRequest: a field is wrong, which the error names.
@@ -129,9 +138,9 @@ def _leading_tokens(model: ServedModel) -> list[int]:
 
 
 def as_tools(body: ChatRequest) -> ChatRequest:
-    """Return a request with its functions as tools, of which an answer may call one.
+    """Return a chat request with its `functions` as tools, of which an answer may call one.
 
-    Messages with calls and results of functions become messages of tools.
+    Messages with `function_call` or the role "function" become tool calls and tool results.
 
     Raises:
         InvalidRequest: the request also has tools, or has a choice but no functions.
@@ -156,7 +165,10 @@ def as_tools(body: ChatRequest) -> ChatRequest:
 
 
 def _without_functions(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return messages with older calls as tool calls. A result belongs to the call before it."""
+    """Return messages with `function_call` as tool calls, and function results as tool results.
+
+    A result belongs to the last call before it.
+    """
     if not any(message.function_call or message.role == "function" for message in messages):
         return messages
     converted, number = [], 0

@@ -36,6 +36,9 @@ _ID = re.compile(r"[!-~]{1,128}")
 def check_operator(request: Request) -> None:
     """Check that a path for the server's operator is open on this server.
 
+    Args:
+        request: the HTTP request to the path.
+
     Raises:
         ApiError: 404, the server has neither an API key nor --server-dev-mode, so that any client
             could use the path.
@@ -48,7 +51,10 @@ def check_operator(request: Request) -> None:
 
 
 class EndpointRequest:
-    """An HTTP request to an endpoint that generates or counts tokens."""
+    """An HTTP request to an endpoint, with the steps from its body to the engine's requests.
+
+    `renamed` maps the engine's field names to the endpoint's names, for error messages.
+    """
 
     def __init__(self, http_request: Request) -> None:
         self._http_request = http_request
@@ -61,7 +67,7 @@ class EndpointRequest:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the body in bytes."""
+        """Size of the request's body in bytes."""
         return len(self._http_request.scope["jaxserve.body"])
 
     def parse(
@@ -70,9 +76,12 @@ class EndpointRequest:
         unsupported: Mapping[str, tuple[Any, ...]] | None = None,
         prepare: Callable[[dict[str, Any]], None] | None = None,
     ) -> T:
-        """Decode the body and convert it to a schema.
+        """Decode the request's JSON body, and return it as an instance of a Struct.
+
+        Unknown fields are logged, or refused with `strict`. Server settings fill unset fields.
 
         Args:
+            schema: the Struct type.
             unsupported: fields that only other endpoints serve, with their neutral values, from
                 `compat.endpoint_fields`.
             prepare: called with the decoded body, which it may change, before types are checked.
@@ -108,10 +117,14 @@ class EndpointRequest:
     def check_fields(
         self, fields: Mapping[str, Any], served: Collection[str], place: str = ""
     ) -> None:
-        """Refuse fields that are not supported. Log unknown fields, or refuse them with `strict`.
+        """Refuse unsupported fields of a JSON object, and log or refuse its unknown fields.
+
+        Unknown fields are refused with the setting `strict`.
 
         Args:
-            place: the name of the object's own field, for error messages.
+            fields: values of the object by name.
+            served: names of the supported fields.
+            place: name of the body's field that holds the object, "" for the body itself.
 
         Raises:
             ApiError: 400, a field is unknown.
@@ -133,10 +146,11 @@ class EndpointRequest:
             body.stream_options.include_usage = body.stream_options.continuous_usage_stats = True
 
     def answer_id(self, kind: str | None, request_id: str | None) -> str:
-        """Return the id of an answer: the X-Request-Id header, the body's request_id, or a new id.
+        """Return the id of an answer: the header X-Request-Id, the body's request_id, or a new id.
 
         Args:
-            kind: prefix of the id, or None.
+            kind: prefix of the id, such as "cmpl", or None.
+            request_id: the body's request_id, or None.
 
         Raises:
             InvalidRequest: request_id is too long, or has characters that a header cannot hold.
@@ -149,7 +163,9 @@ class EndpointRequest:
         return name if kind is None else f"{kind}-{name}"
 
     def find_model(self, name: str | None) -> ServedModel:
-        """Return the model of this name, or the first model for None.
+        """Return the served model with this name, or the first model for None.
+
+        A request of a batch gets the model's form with low priority.
 
         Raises:
             ApiError: 404, no model has this name.
@@ -158,12 +174,12 @@ class EndpointRequest:
         return model.behind() if self._http_request.scope.get("jaxserve.behind") else model
 
     def admit(self, model: ServedModel, completions: int) -> None:
-        """Check that a request with this number of completions can be admitted now.
+        """Check that the request can be admitted now with this number of completions.
 
         Raises:
             ApiError: 503, the server is stopping.
             InvalidRequest: there are more completions than a request may have.
-            Overloaded: the queue has no room for them.
+            Overloaded: the model's queue has no room for them.
         """
         if self._served.lifecycle.is_draining:
             raise ApiError(503, "the server is stopping", code="shutting_down")
@@ -182,7 +198,13 @@ class EndpointRequest:
         body: Sampling,
         thinking: ThinkingMarks | None = None,
     ) -> EngineRequest:
-        """Return the engine's request for a prompt, with the priority and cache salt of the body.
+        """Return the engine's request for a prompt, checked against the engine's limits.
+
+        Args:
+            prompt: token ids of the prompt.
+            sampling: sampling parameters of the request.
+            body: body of the HTTP request, for its priority and cache salt.
+            thinking: tokens that mark the model's reasoning, or None.
 
         Raises:
             InvalidRequest: a field is wrong, which the error names.
@@ -209,7 +231,7 @@ _log = logging.getLogger(__name__)
 
 
 class Notices:
-    """Record of the notices that were logged.
+    """Log of warnings about requests, each of which is written once.
 
     Clients choose field names, so names are shortened, escaped and limited in number.
     """
@@ -219,7 +241,7 @@ class Notices:
         self._messages: set[str] = set()
 
     def unknown_fields(self, names: Iterable[str]) -> None:
-        """Log unknown fields of requests, which are ignored, each name once."""
+        """Log the names of unknown request fields, which the server ignores, each name once."""
         fresh: list[str] = []
         for name in names:
             if len(self._names) == MAX_NAMES:
@@ -236,7 +258,7 @@ class Notices:
         _log.warning("unknown fields are ignored: %s%s", ", ".join(fresh), more, extra=_BOUNDED)
 
     def once(self, message: str) -> None:
-        """Log a message, unless it was logged before."""
+        """Log a warning, unless it was logged before."""
         if message not in self._messages:
             self._messages.add(message)
             _log.warning("%s", message, extra=_BOUNDED)

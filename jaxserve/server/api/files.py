@@ -46,7 +46,12 @@ def _batches(request: Request) -> Batches:
 
 
 async def upload_file(request: Request) -> Response:
-    """Store an uploaded file, and answer with its description."""
+    """Endpoint `POST /v1/files`: store the file of a form, and answer with its description.
+
+    Raises:
+        ApiError: the form is malformed or too slow, or there is no room for the file.
+        InvalidRequest: the file is missing, or the purpose is not "batch".
+    """
     files = _files(request)
     with files.receive(_owner(request)) as upload:
         form = await read_form(request, upload, files.config.body_timeout)
@@ -79,7 +84,10 @@ def _checked_seconds(seconds: int, name: str) -> int:
 
 
 async def list_files(request: Request) -> Response:
-    """Answer with a page of the client's files."""
+    """Endpoint `GET /v1/files`: answer with a page of the client's files, the newest first.
+
+    The query argument `purpose` selects uploaded files or outputs of batches.
+    """
     query = Query(request)
     purpose = query.choice("purpose", ("batch", "batch_output"))
     listed = _files(request).list(_owner(request), purpose)
@@ -88,17 +96,17 @@ async def list_files(request: Request) -> Response:
 
 
 async def get_file(request: Request) -> Response:
-    """Answer with the description of a file."""
+    """Endpoint `GET /v1/files/{file_id}`: answer with the description of a stored file."""
     record = _files(request).get(request.path_params["file_id"], _owner(request))
     return json_response(record.file)
 
 
 async def delete_file(request: Request) -> Response:
-    """Delete a file.
+    """Endpoint `DELETE /v1/files/{file_id}`: delete a stored file.
 
     Raises:
         ApiError: 404, the client has no such file.
-        InvalidRequest: a batch is reading the file.
+        InvalidRequest: an unfinished batch reads the file.
     """
     files = _files(request)
     name = files.get(request.path_params["file_id"], _owner(request)).file.id
@@ -110,7 +118,7 @@ async def delete_file(request: Request) -> Response:
 
 
 async def get_content(request: Request) -> Response:
-    """Answer with the content of a file."""
+    """Endpoint `GET /v1/files/{file_id}/content`: answer with the bytes of a stored file."""
     files = _files(request)
     record = files.get(request.path_params["file_id"], _owner(request))
     headers = {"content-length": str(record.file.bytes), "x-content-type-options": "nosniff"}
@@ -125,7 +133,10 @@ async def _pieces(source: BinaryIO) -> AsyncIterator[bytes]:
 
 
 async def create_batch(request: Request) -> Response:
-    """Create a batch, which starts at once, and answer with its description."""
+    """Endpoint `POST /v1/batches`: create a batch, and answer with its description.
+
+    The batch starts at once.
+    """
     batches = _batches(request)
     body = EndpointRequest(request).parse(BatchRequest)
     check_metadata(body.metadata)
@@ -135,19 +146,21 @@ async def create_batch(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    """Answer with a page of the client's batches, the newest first."""
+    """Endpoint `GET /v1/batches`: answer with a page of the client's batches, the newest first."""
     listed = _batches(request).list(_owner(request))
     page = Query(request).page(listed, lambda batch: batch.id, "desc")
     return json_response(BatchList(*page))
 
 
 async def get_batch(request: Request) -> Response:
-    """Answer with the description of a batch."""
+    """Endpoint `GET /v1/batches/{batch_id}`: answer with the description of a batch."""
     return json_response(_batches(request).get(request.path_params["batch_id"], _owner(request)))
 
 
 async def cancel_batch(request: Request) -> Response:
-    """Start to cancel a batch, and answer with its description.
+    """Endpoint `POST /v1/batches/{batch_id}/cancel`: begin to cancel a batch.
+
+    The answer is the batch's description. It does not wait for the end of the batch.
 
     Raises:
         ApiError: 404, the client has no such batch.

@@ -29,7 +29,10 @@ from jaxserve.server.tool_calls.answer_parts import AnswerPart, Content, Message
 
 @dataclass
 class ChoicePart:
-    """The additions to a choice since its last part."""
+    """New text, tokens and log-probabilities of a choice (one completion) since its last part.
+
+    The last part of a choice also has its finish reason.
+    """
 
     index: int  # number of the choice
     text: str
@@ -43,7 +46,7 @@ class ChoicePart:
 
 @dataclass
 class Choice:
-    """One completion, as far as it has been generated."""
+    """One completion of a request: its text, tokens, log-probabilities and finish reason so far."""
 
     index: int  # number among the choices of all prompts of the request
     prompt: int
@@ -58,11 +61,11 @@ class Choice:
 
     @property
     def message(self) -> Message:
-        """Content, reasoning and tool calls of the text."""
+        """Content, reasoning and tool calls of the completion's text so far."""
         return Message(self.text) if self.reader is None else self.reader.message
 
     def read(self, part: ChoicePart) -> None:
-        """Read the text of a part, and set the part's `pieces`."""
+        """Set the `pieces` of a new part: its text, split into content, reasoning and calls."""
         if self.reader is not None:
             part.pieces = self.reader.feed(part.text, part.finish_reason is not None)
         elif part.text:
@@ -70,9 +73,12 @@ class Choice:
 
 
 class Generation:
-    """The completions of a request's prompts. Entering it as a context starts them.
+    """All completions of one HTTP request. Entering the object as a context starts them.
+
+    Leaving the context ends the completions that run. `take` returns their new tokens.
 
     Args:
+        model: the model.
         requests: the engine's requests, one for each prompt.
         formats: formats of reasoning and tool calls for each request, by default plain text.
 
@@ -118,7 +124,12 @@ class Generation:
         self._trace: RequestTrace | None = None
 
     def follow(self, headers: Mapping[str, str], request_id: str) -> None:
-        """Trace the completions, if the server has a collector of traces."""
+        """Trace the completions of the HTTP request, if the server has a collector of traces.
+
+        Args:
+            headers: headers of the request, which may contain a trace context.
+            request_id: id of the request, for the spans.
+        """
         if self.model.tracer is not None:
             self._trace = RequestTrace(self.model, headers, request_id)
 
@@ -177,20 +188,22 @@ class Generation:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether the generation is paused until its client reads."""
+        """Whether the engine has paused the completions because their client reads too slowly."""
         return self._stream.is_paused
 
     def fail(self, error: ApiError) -> None:
-        """End the generation with an error: the pending or next call of `take` raises it."""
+        """End all completions with an error, which the pending or next call of `take` raises."""
         self._stream.fail(error)
 
     @property
     def is_finished(self) -> bool:
-        """Return whether all choices have ended and `take` has returned their last parts."""
+        """Whether all completions have ended and `take` has returned their last parts."""
         return self._live == 0
 
     async def take(self) -> list[ChoicePart]:
-        """Wait for new tokens, and return at most one part for each choice.
+        """Wait for new tokens of any completion, and return at most one part for each choice.
+
+        The tokens are also added to `choices` and measured.
 
         Raises:
             ApiError: the request failed or took too long.
@@ -280,7 +293,7 @@ class Generation:
             self._metrics.completed(len(siblings), most)
 
     def timing(self) -> openai.PerRequestMetrics | msgspec.UnsetType | None:
-        """Return the times of the completion if the request has one.
+        """Return the times of the request's only completion, for the answer's `metrics`.
 
         Returns:
             None if the request has several completions, UNSET if the server reports no times.
@@ -300,13 +313,13 @@ class Generation:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of tokens with log-probabilities in the answer, which take long to format."""
+        """Number of prompt and generated tokens that have log-probabilities in the answer."""
         prompts = [logprobs for logprobs in self.prompt_logprobs if logprobs is not None]
         in_prompts = sum(len(logprobs.rank) for logprobs in prompts)
         return in_prompts + sum(len(choice.logprobs) for choice in self.choices)
 
     async def run(self) -> None:
-        """Wait until all choices have ended.
+        """Wait until all completions have ended. `choices` then contains them.
 
         Raises:
             ApiError, InvalidRequest: as `take`.
@@ -315,7 +328,9 @@ class Generation:
             await self.take()
 
     def usage(self, sent: Listing[int] | None = None) -> openai.Usage:
-        """Return the numbers of tokens: each prompt counts once, and every choice.
+        """Return the counts of prompt, generated, cached and reasoning tokens of the request.
+
+        A prompt counts once. The generated tokens of all choices count.
 
         Args:
             sent: for each choice, the number of its first tokens that count, by default all. With
@@ -346,7 +361,7 @@ class Generation:
         )
 
     def finish_reason(self, choice: Choice) -> str | None:
-        """Return the finish reason of a choice for the chat endpoints.
+        """Return the finish reason of a choice for the chat endpoints, or None if it has not ended.
 
         It is "tool_calls" if the choice stopped after calls that the model chose to make.
         """

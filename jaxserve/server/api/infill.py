@@ -20,7 +20,7 @@ from jaxserve.settings.compat import endpoint_fields
 
 
 class File(msgspec.Struct, kw_only=True):
-    """Text of another file that the model sees as context."""
+    """Text and name of another file of a project, which the model sees as context of an infill."""
 
     text: str
     filename: str = ""
@@ -36,7 +36,7 @@ class InfillRequest(Sampling, kw_only=True):
 
 
 class InfillResponse(msgspec.Struct):
-    """Answer of POST /infill, or one of its events. The last event has `stop` and the counts."""
+    """Answer of POST /infill, or a stream event of it: text, and at the end token counts."""
 
     content: str
     model: str
@@ -48,7 +48,10 @@ class InfillResponse(msgspec.Struct):
 
 
 async def infill(http_request: Request) -> Response:
-    """Answer with the text between two texts, as a document or as a stream of events."""
+    """Endpoint `POST /infill` of llama.cpp: generate the text in a gap between two texts.
+
+    The answer is a JSON document, or a stream of events if the request asks for it.
+    """
     request = EndpointRequest(http_request)
     body = request.parse(InfillRequest, endpoint_fields("infill"))
     request.renamed |= {"prompt": "input_prefix", "suffix": "input_suffix"}
@@ -74,7 +77,7 @@ async def infill(http_request: Request) -> Response:
 
 
 class InfillFormatter(ResponseFormatter):
-    """Formatter of answers in llama.cpp's form."""
+    """Formatter of the answer of `POST /infill`, as one document or as stream events."""
 
     def whole(self, generation: Generation) -> InfillResponse:
         choice = generation.choices[0]
@@ -98,7 +101,7 @@ class InfillFormatter(ResponseFormatter):
 
 
 class Marks(NamedTuple):
-    """Marker tokens of a fill-in-the-middle prompt."""
+    """Texts of the marker tokens that enclose the texts around a gap in a code model's prompt."""
 
     before: str  # marker before the text that precedes the gap
     behind: str  # marker before the text that follows the gap
@@ -123,10 +126,15 @@ ENDS = tuple(
 
 
 def infill_prompt(tokenizer: Any, before: str, behind: str) -> list[int]:
-    """Return the token ids of a prompt whose continuation fills a gap.
+    """Return the token ids of a fill-in-the-middle prompt, whose continuation fills a gap.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        before: text before the gap.
+        behind: text after the gap.
 
     Raises:
-        InvalidRequest: the model has no fill-in-the-middle markers; the error names `suffix`.
+        InvalidRequest: the model has no fill-in-the-middle markers. The error names `suffix`.
     """
     token = tokenizer.token_id
     for marks in MARKS:
@@ -147,7 +155,7 @@ def infill_prompt(tokenizer: Any, before: str, behind: str) -> list[int]:
 
 
 def end_tokens(tokenizer: Any) -> list[int]:
-    """Return ids of additional tokens with which code models end a filled gap."""
+    """Return the ids of the vocabulary's tokens with which code models end the text in a gap."""
     ids = [tokenizer.token_id(text) for text in ENDS]
     return [number for number in ids if number is not None]
 

@@ -53,13 +53,13 @@ _GROUPS = {
 
 
 class HealthResponse(msgspec.Struct):
-    """Answer of GET /health and /ready."""
+    """Answer of GET /health and GET /ready with the status "ok"."""
 
     status: str = "ok"
 
 
 class VersionResponse(msgspec.Struct):
-    """Answer of GET /version."""
+    """Answer of GET /version: the version of jaxserve."""
 
     version: str
 
@@ -71,7 +71,7 @@ class LoadResponse(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """Answer of GET /server_info, in vLLM's form: settings of a model, facts about the machine."""
+    """Answer of GET /server_info, in vLLM's form: settings, environment variables, machine."""
 
     vllm_config: str | dict[str, dict[str, Any]]
     vllm_env: dict[str, str]
@@ -79,7 +79,7 @@ class ServerInfo(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """Answer of GET /model_info and /get_model_info, in SGLang's form."""
+    """Answer of GET /model_info in SGLang's form: a model's name, tokenizer and capabilities."""
 
     model_path: str
     tokenizer_path: str
@@ -90,15 +90,16 @@ class ModelInfo(msgspec.Struct):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """Capabilities of a model besides text generation."""
+    """Capabilities of a model besides text generation, such as log-probabilities."""
 
     logprobs: bool = True
 
 
 class ChatSampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sampling settings for the playground, if the checkpoint recommends no settings.
+    """Sampling settings of a model for the playground.
 
-    They are absent if it does. API requests without these fields get vLLM's defaults instead.
+    The fields are absent if the checkpoint recommends settings. API requests without these fields
+    get vLLM's defaults instead.
     """
 
     temperature: float | None = None
@@ -107,7 +108,7 @@ class ChatSampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelCard(msgspec.Struct):
-    """Description of a model under one of its names."""
+    """Entry of the list of models, in OpenAI's form: one model under one of its names."""
 
     id: str
     created: int
@@ -121,17 +122,17 @@ class ModelCard(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    """Answer of GET /v1/models."""
+    """Answer of GET /v1/models: the models of the server, once for each name."""
 
     data: list[ModelCard]
     object: str = "list"
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 if all engines run and make progress, and 503 otherwise.
+    """Endpoint `GET /health`: answer 200 if the engines of all models run and make progress.
 
-    The answer does not wait for an engine, so an engine that hangs cannot delay it. Routers send
-    no more requests after status 503.
+    The answer does not wait for an engine, so an engine that hangs cannot delay it. Routers send no
+    more requests after status 503.
 
     Raises:
         ApiError: 503, the server is stopping, or an engine has ended or makes no progress.
@@ -151,10 +152,10 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answer 200 if new requests are accepted.
+    """Endpoint `GET /ready`: answer 200 if the server is healthy and a model accepts requests.
 
     Raises:
-        ApiError: 503, all queues are full, or `health` raises it.
+        ApiError: 503, the queues of all models are full, or the server is not healthy.
     """
     models: Models = request.app.state.served.models
     if all(model.admission.is_full for model in models.all):
@@ -163,9 +164,9 @@ async def ready(request: Request) -> Response:
 
 
 async def model_info(request: Request) -> Response:
-    """Answer with a model's paths and context length, which SGLang's gateway reads.
+    """Endpoint `GET /model_info`: answer with a model's name, tokenizer and context length.
 
-    The model is the first one, or the one of `?model=`.
+    SGLang's gateway reads them. The model is the first one, or the one of `?model=`.
     """
     model = request.app.state.served.models.find(request.query_params.get("model"))
     return json_response(
@@ -178,21 +179,21 @@ async def model_info(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """Answer with the version of jaxserve."""
+    """Endpoint `GET /version`: answer with the version of jaxserve."""
     return json_response(VersionResponse(jaxserve.__version__))
 
 
 async def load(request: Request) -> Response:
-    """Answer with the number of running and waiting requests of all models."""
+    """Endpoint `GET /load`: answer with the number of unfinished requests of all models."""
     models: Models = request.app.state.served.models
     return json_response(LoadResponse(sum(len(model.active) for model in models.all)))
 
 
 async def server_info(request: Request) -> Response:
-    """Answer with a model's settings, without secrets, and with facts about the machine.
+    """Endpoint `GET /server_info`: answer with a model's settings and facts about the machine.
 
-    The model is the first one, or the one of `?model=`. The settings are one text, or with
-    `?config_format=json` an object in vLLM's groups.
+    The settings contain no secrets. The model is the first one, or the one of `?model=`. The
+    settings are one text, or with `?config_format=json` an object in vLLM's groups.
 
     Raises:
         ApiError: 404, there is no such model, or the path is not open (`check_operator`). 400, the
@@ -231,14 +232,14 @@ def _settings(model: ServedModel) -> dict[str, dict[str, Any]]:
 
 
 async def list_models(request: Request) -> Response:
-    """Answer with the descriptions of all models, one for each name."""
+    """Endpoint `GET /v1/models`: answer with the list of all models, an entry for each name."""
     models: Models = request.app.state.served.models
     cards = [_card(model, name) for model in models.all for name in model.names]
     return json_response(ModelList(cards))
 
 
 async def get_model(request: Request) -> Response:
-    """Answer with the description of a model."""
+    """Endpoint `GET /v1/models/{model}`: answer with the list entry of the model of this name."""
     name = request.path_params["model"]
     return json_response(_card(request.app.state.served.models.find(name), name))
 
@@ -251,11 +252,14 @@ def _card(model: ServedModel, name: str) -> ModelCard:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Empty the prefix caches of all models.
+    """Endpoint `POST /reset_prefix_cache`: empty the prefix caches of all models.
+
+    The answer says whether this succeeded. With `?reset_running_requests=true`, running requests
+    are preempted, so that their pages are computed again.
 
     Raises:
         ApiError: 404, the path is not open (`check_operator`).
-        InvalidRequest: a query parameter is not a flag.
+        InvalidRequest: a query argument is neither true nor false.
     """
     check_operator(request)
     query, models = Query(request), request.app.state.served.models

@@ -31,7 +31,12 @@ def _conversation(request: Request) -> Conversation:
 def _add(
     request: EndpointRequest, conversation: Conversation, items: list[response_items.InputItem]
 ) -> list[dict[str, Any]]:
-    """Add a client's items to a conversation, and return them in their listed form."""
+    """Add a client's items to a conversation, and return them as JSON objects with ids.
+
+    Raises:
+        InvalidRequest: there are too many items, one is not served, or the conversation is too
+            large.
+    """
     if len(items) > MAX_ADDED:
         raise InvalidRequest(f"items takes at most {MAX_ADDED} items at once", "items")
     check_served(items, "items")
@@ -44,7 +49,10 @@ def _add(
 
 
 async def create_conversation(http_request: Request) -> Response:
-    """Create a conversation, and answer with its description."""
+    """Endpoint `POST /v1/conversations`: create a conversation, and answer with its object.
+
+    The conversation may begin with items and metadata from the request.
+    """
     request = EndpointRequest(http_request)
     body = request.parse(response_items.ConversationRequest, prepare=response_tools.strip_hosted)
     check_metadata(body.metadata)
@@ -55,12 +63,15 @@ async def create_conversation(http_request: Request) -> Response:
 
 
 async def get_conversation(http_request: Request) -> Response:
-    """Answer with the description of a conversation."""
+    """Endpoint `GET /v1/conversations/{conversation_id}`: answer with the conversation object."""
     return json_response(_conversation(http_request).shown)
 
 
 async def update_conversation(http_request: Request) -> Response:
-    """Replace the metadata of a conversation."""
+    """Endpoint `POST /v1/conversations/{conversation_id}`: replace a conversation's metadata.
+
+    The answer is the conversation object.
+    """
     body = EndpointRequest(http_request).parse(response_items.ConversationUpdate)
     check_metadata(body.metadata)
     conversation = _conversation(http_request)
@@ -70,14 +81,20 @@ async def update_conversation(http_request: Request) -> Response:
 
 
 async def delete_conversation(http_request: Request) -> Response:
-    """Delete a conversation."""
+    """Endpoint `DELETE /v1/conversations/{conversation_id}`: delete a conversation.
+
+    Its items are deleted too.
+    """
     conversation = _conversation(http_request)
     _store(http_request).forget(conversation)
     return json_response(response_items.DeletedConversation(conversation.shown.id))
 
 
 async def add_items(http_request: Request) -> Response:
-    """Add items to a conversation, and answer with them."""
+    """Endpoint `POST /v1/conversations/{conversation_id}/items`: add items to a conversation.
+
+    The answer lists the new items.
+    """
     request = EndpointRequest(http_request)
     body = request.parse(response_items.ConversationItems, prepare=response_tools.strip_hosted)
     conversation = _conversation(http_request)
@@ -89,7 +106,10 @@ async def add_items(http_request: Request) -> Response:
 
 
 async def list_items(http_request: Request) -> Response:
-    """Answer with a page of a conversation's items, the newest first."""
+    """Endpoint `GET /v1/conversations/{conversation_id}/items`: answer with a page of the items.
+
+    The newest item comes first by default.
+    """
     conversation = _conversation(http_request)
     page = Query(http_request).page(conversation.item_ids, lambda name: name, "desc")
     return json_response(
@@ -98,12 +118,15 @@ async def list_items(http_request: Request) -> Response:
 
 
 async def get_item(http_request: Request) -> Response:
-    """Answer with an item of a conversation."""
+    """Endpoint `GET /v1/conversations/{conversation_id}/items/{item_id}`: answer with an item."""
     return json_response(_conversation(http_request).item(http_request.path_params["item_id"]))
 
 
 async def delete_item(http_request: Request) -> Response:
-    """Delete an item of a conversation."""
+    """Endpoint `DELETE /v1/conversations/{conversation_id}/items/{item_id}`: delete an item.
+
+    The answer is the conversation object.
+    """
     conversation = _conversation(http_request)
     conversation.remove(http_request.path_params["item_id"])
     _store(http_request).keep(conversation)

@@ -31,9 +31,13 @@ async def draw(
 ) -> None:
     """Generate a response in the background, and store its events and its final form.
 
+    An exception ends the response as failed or cancelled, and is not raised.
+
     Args:
-        generation: the generation, which has been entered. It is left at the end.
+        generation: the generation, whose context has been entered. The context is left at the end.
+        formatter: makes the response object and its events.
         turn: receives the events, the status and the response.
+        store: store of the turn, whose size is updated.
         renamed: maps the engine's field names to the API's, for error messages.
     """
     error: Exception | asyncio.CancelledError | None = None
@@ -61,7 +65,13 @@ async def draw(
 
 
 def as_failure(error: BaseException, renamed: Mapping[str, str]) -> ApiError:
-    """Return the error for an exception. A cancellation means that the server is stopping."""
+    """Return the API error for an exception that ended a background response.
+
+    A cancellation means that the server is stopping (503).
+
+    Args:
+        renamed: maps the engine's field names to the API's, for error messages.
+    """
     if isinstance(error, Exception):
         return as_api_error(error, renamed)
     return ApiError(503, "the server is stopping", code="shutting_down")
@@ -76,9 +86,10 @@ def _fail(error: ApiError, formatter: ResponsesFormatter, turn: Turn) -> None:
 
 
 class StoredStream(streaming.EventResponse):
-    """Stream of the events of a background response, stored ones and new ones.
+    """Streaming response with the stored and the new events of a background response.
 
     Args:
+        turn: the background response.
         first: sequence number of the first event to send.
     """
 
@@ -88,7 +99,7 @@ class StoredStream(streaming.EventResponse):
         self._next = first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events from the first one on.
+        """Send the events to the client until the background response ends.
 
         Raises:
             ClientGone: the client disconnected. The response is generated nevertheless.
@@ -120,11 +131,14 @@ def _turn(http_request: Request) -> Turn:
 
 
 async def get_response(http_request: Request) -> Response:
-    """Answer with a stored response, or with its events from `starting_after` on.
+    """Endpoint `GET /v1/responses/{response_id}`: answer with a stored response.
+
+    With `?stream=true` the answer is a stream of the response's events after number
+    `starting_after`.
 
     Raises:
         ApiError: 404, there is no such response.
-        InvalidRequest: its events are not stored, or an argument is wrong.
+        InvalidRequest: its events are not stored, or a query argument is wrong.
     """
     query = Query(http_request)
     is_stream, after = query.flag("stream"), query.integer("starting_after", -1, 0, 2**31 - 1)
@@ -139,7 +153,9 @@ async def get_response(http_request: Request) -> Response:
 
 
 async def cancel_response(http_request: Request) -> Response:
-    """Cancel a response in the background, and answer with it after its end.
+    """Endpoint `POST /v1/responses/{response_id}/cancel`: cancel a background response.
+
+    The answer is the response, after its generation has ended.
 
     Raises:
         ApiError: 404, there is no such response.
@@ -156,14 +172,17 @@ async def cancel_response(http_request: Request) -> Response:
 
 
 async def delete_response(http_request: Request) -> Response:
-    """Delete a stored response."""
+    """Endpoint `DELETE /v1/responses/{response_id}`: delete a stored response, and cancel it."""
     turn = _turn(http_request)
     _store(http_request).remove(turn)
     return streaming.json_response(DeletedResponse(turn.id))
 
 
 async def list_input_items(http_request: Request) -> Response:
-    """Answer with a page of the input items of a stored response."""
+    """Endpoint `GET /v1/responses/{response_id}/input_items`: answer with a page of input items.
+
+    They belong to a stored response. The newest item comes first by default.
+    """
     query = Query(http_request)
     turn = _turn(http_request)
     page = query.page(turn.input_items(), lambda item: item["id"], "desc")

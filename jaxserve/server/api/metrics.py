@@ -53,7 +53,10 @@ _OWN = _OWN_GAUGES.keys() | _OWN_COUNTERS.keys()
 
 
 class _Snapshot(Collector):
-    """Collector of all models' metrics. It waits for no engine, so a hanging engine is visible."""
+    """Collector of the metrics of all models for prometheus_client.
+
+    It waits for no engine, so that metrics show an engine that hangs.
+    """
 
     def __init__(self, models: Models) -> None:
         self._models = models.all
@@ -208,6 +211,11 @@ def _families(
     """Yield a metric under jaxserve's name, and under vLLM's name too unless `is_own` is set.
 
     Args:
+        kind: class of the metric, a gauge or a counter.
+        name: name of the metric without a prefix.
+        text: description of the metric.
+        samples: pairs of label values and a number.
+        label: name of a label besides the model's name and the engine, or None.
         is_own: whether vLLM has no such metric.
     """
     labels = _LABELS if label is None else [*_LABELS, label]
@@ -219,7 +227,7 @@ def _families(
 
 
 async def metrics(request: Request) -> Response:
-    """Answer with the metrics of all models and of the process."""
+    """Endpoint `GET /metrics`: answer with the metrics of all models and of the process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(request.app.state.served.models))
     for collector in (ProcessCollector, PlatformCollector, GCCollector):

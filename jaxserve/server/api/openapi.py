@@ -102,7 +102,7 @@ _REFUSALS = {
 
 
 def document() -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of all endpoints."""
+    """Return the OpenAPI 3.1 document of all endpoints as a JSON object."""
     types = [kind for pair in POSTS.values() for kind in pair]
     types += [kind for kind in GETS.values() if kind is not None]
     types += [answered for _, _, answered, _ in KEPT] + [openai.ErrorResponse]
@@ -199,5 +199,5 @@ def _name(path: str) -> str:
 
 
 async def openapi(request: Request) -> Response:
-    """Answer with the OpenAPI document."""
+    """Endpoint `GET /openapi.json`: answer with the OpenAPI document of all endpoints."""
     return json_response(document())

@@ -15,16 +15,16 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Query:
-    """The query arguments of a request."""
+    """Reader of the query arguments of an HTTP request, which checks their values."""
 
     def __init__(self, request: Request) -> None:
         self._given = request.query_params
 
     def flag(self, name: str) -> bool:
-        """Return an argument as a bool, False if it is absent.
+        """Return the query argument `name` as a bool, False if it is absent.
 
         Raises:
-            InvalidRequest: the value is neither true nor false.
+            InvalidRequest: the value is none of true, false, 1 and 0.
         """
         text = self._given.get(name, "false").lower()
         if text not in _FLAGS:
@@ -32,10 +32,10 @@ class Query:
         return _FLAGS[text]
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
-        """Return an argument as an integer from `low` to `high`, or `default` if it is absent.
+        """Return the query argument `name` as an integer, or `default` if it is absent.
 
         Raises:
-            InvalidRequest: the value is not an integer, or out of range.
+            InvalidRequest: the value is not an integer from `low` to `high`.
         """
         text = self._given.get(name)
         if text is None:
@@ -48,7 +48,7 @@ class Query:
         return int(text)
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str | None:
-        """Return an argument that is one of `choices`, or None if it is absent.
+        """Return the query argument `name`, which is one of `choices`, or None if it is absent.
 
         Raises:
             InvalidRequest: the value is not one of the choices.
@@ -66,13 +66,18 @@ class Query:
         most: int = MAX_LIMIT,
         default: int = DEFAULT_LIMIT,
     ) -> tuple[list[T], str | None, str | None, bool]:
-        """Return the page of a list, oldest first, that limit, order and after choose.
+        """Return the page of a list that the query arguments `limit`, `order` and `after` select.
 
-        `order` and `default` are the defaults of order and limit, and `most` is the maximum.
+        Args:
+            entries: the list, oldest first.
+            id_of: returns the id of an entry.
+            order: order without the argument `order`: "asc" (oldest first) or "desc".
+            most: maximum of `limit`.
+            default: value of `limit` if it is absent.
 
         Returns:
-            The entries of the page, the ids of the first and the last of them (None for an empty
-            page), and whether more entries follow.
+            The entries of the page, which follow the entry with the id `after`, the ids of the
+            first and the last of them (None for an empty page), and whether more entries follow.
 
         Raises:
             InvalidRequest: an argument is wrong, or `after` is not the id of an entry.

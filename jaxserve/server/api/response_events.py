@@ -25,12 +25,14 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 class ResponsesFormatter(ResponseFormatter):
-    """Formatter of response objects, and of the events that build a response.
+    """Formatter of response objects of OpenAI's API, and of the events of their streams.
 
     The items of the output are the pieces of the answer in their order, with and without a stream.
 
     Args:
-        on_end: called with the complete response.
+        body: the request, whose settings the response object repeats.
+        tokenizer: spells tokens in log-probabilities.
+        on_end: called with the complete response object.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class ResponsesFormatter(ResponseFormatter):
         self._input = CustomInput()  # input of the open call of a custom tool
 
     def response(self, generation: Generation, status: str) -> items.ResponsesResponse:
-        """Return a response object with this status and an empty output."""
+        """Return the response object of a generation with this status and an empty output."""
         body, sampling = self._body, generation.requests[0].sampling
         reasoning, text = body.reasoning, body.text
         name = conversation_id(body)
@@ -139,7 +141,10 @@ class ResponsesFormatter(ResponseFormatter):
         return created + self._event("response.in_progress", response=response)
 
     def queued(self, generation: Generation) -> items.ResponsesResponse:
-        """Return the response object of a queued background response, and emit its first events."""
+        """Return the response object of a queued background response, and record its first events.
+
+        The events are `response.created` and `response.queued`.
+        """
         self._generation = generation
         response = self.response(generation, "queued")
         self._event("response.created", response=response)
@@ -147,13 +152,16 @@ class ResponsesFormatter(ResponseFormatter):
         return response
 
     def started(self, generation: Generation) -> items.ResponsesResponse:
-        """Return the object of a queued response that now has tokens, and emit its event."""
+        """Return the response object of a background response that now has tokens.
+
+        The event `response.in_progress` is recorded.
+        """
         response = self.response(generation, "in_progress")
         self._event("response.in_progress", response=response)
         return response
 
     def take_events(self) -> list[bytes]:
-        """Return the events since the last call, one by one."""
+        """Return the events of a background response since the last call, each as bytes."""
         events, self._events = self._events, []
         return events
 
@@ -168,7 +176,10 @@ class ResponsesFormatter(ResponseFormatter):
         return b"".join([self._piece(piece) for piece in pieces])
 
     def _piece(self, piece: AnswerPart) -> bytes:
-        """Append a piece to the output items, and return its events."""
+        """Add a piece of the answer to the output items, and return the encoded events for it.
+
+        The piece extends the open item or begins a new one.
+        """
         opened = self._open(piece)
         item = self._items[-1]
         if isinstance(item, items.CustomCallItem) and isinstance(piece, CallPart):
@@ -194,7 +205,13 @@ class ResponsesFormatter(ResponseFormatter):
         return self._in_item(kind, delta=text) if text else b""
 
     def _open(self, piece: AnswerPart) -> bytes:
-        """Open an item for a piece unless it continues the open item, and return the events."""
+        """Begin a new output item for a piece of the answer unless it continues the open item.
+
+        The item that was open is closed as completed.
+
+        Returns:
+            The encoded events, b"" if the piece continues the open item.
+        """
         last = self._items[-1] if self._items and self._is_open else None
         if isinstance(piece, CallPart):
             if piece.id is None:
@@ -246,7 +263,10 @@ class ResponsesFormatter(ResponseFormatter):
         )
 
     def _close(self, status: str) -> bytes:
-        """Close the open item, if there is one, and return its events."""
+        """Close the open output item with this status, and return the encoded events.
+
+        Without an open item, return b"".
+        """
         if not self._is_open:
             return b""
         self._is_open = False
@@ -287,16 +307,19 @@ class ResponsesFormatter(ResponseFormatter):
         return self._event("response.failed", response=self.failed(error))
 
     def failed(self, error: ApiError) -> items.ResponsesResponse:
-        """Return the response as failed, as `cancelled` does, with `error`."""
+        """Return the response object with the status "failed", the error and the output so far.
+
+        The open output item is closed as incomplete.
+        """
         response = self.cancelled("failed")
         code = _CODES.get(error.status, "server_error")
         response.error = {"code": code, "message": error.message}
         return response
 
     def cancelled(self, status: str = "cancelled") -> items.ResponsesResponse:
-        """Close the open item as incomplete, and return the response with the output so far.
+        """Return the response object with this status and the output so far.
 
-        The response must have begun.
+        The open output item is closed as incomplete. The response must have begun.
         """
         assert self._generation is not None
         response = self.response(self._generation, status)

@@ -39,9 +39,15 @@ _CANCELLED = ApiError(400, "the response was cancelled", code="cancelled")
 
 
 class _Input:
-    """The input of a request, and the conversation that it continues.
+    """Input of a request to the responses API, with the conversation that it continues.
+
+    References to stored items are replaced by the items.
 
     Args:
+        request: the HTTP request, with the server's limits.
+        body: body of the request.
+        store: stored responses, of which the body may name one to continue.
+        conversations: stored conversations, of which the body may name one instead.
         owner: digest of the client's API key, or None.
 
     Raises:
@@ -96,7 +102,15 @@ class _Input:
         owner: str | None,
         most: int,
     ) -> Conversation | None:
-        """Return the conversation that a request names, and put its items before the input's."""
+        """Return the conversation that a request names, and put its items before the input's items.
+
+        Return None if the request names no conversation.
+
+        Raises:
+            ApiError: 404, there is no such conversation.
+            InvalidRequest: the request also names a response, or the conversation has more than
+                `most` bytes.
+        """
         name, conversation = "conversation", schema.conversation_id(body)
         if conversation is None:
             return None
@@ -151,7 +165,12 @@ def _check(body: schema.ResponsesRequest, store: ResponseStore) -> None:
 
 
 async def responses(http_request: Request) -> Response:
-    """Answer an input with a response, a stream of events, or a response in the background."""
+    """Endpoint `POST /v1/responses`: answer an input with a response, and store the response.
+
+    It is not stored if `store` is false. The answer is a response object, a stream of events with
+    `stream`, or with `background` the queued response object, whose generation continues
+    afterwards.
+    """
     request, store = _request(http_request), http_request.app.state.served.responses
     body = request.parse(schema.ResponsesRequest, endpoint_fields("responses"), strip_hosted)
     # The engine's and the chat's, while the request's own are refused above.
@@ -209,7 +228,7 @@ async def responses(http_request: Request) -> Response:
 async def _prepare(
     request: EndpointRequest, body: schema.ResponsesRequest, items: list[InputItem]
 ) -> Generation:
-    """Return the generation for a conversation, not yet started.
+    """Return the generation for the items of a conversation, not yet started.
 
     With `truncation: auto`, the oldest turns are dropped if the conversation is too long. Messages
     of the system and of developers stay.
@@ -244,7 +263,10 @@ async def _prepare(
 
 
 async def count_input_tokens(http_request: Request) -> Response:
-    """Answer with the number of tokens of an input, rendered by the chat template."""
+    """Endpoint `POST /v1/responses/input_tokens`: answer with the number of tokens of an input.
+
+    The input and the conversation that it continues are rendered by the chat template.
+    """
     request = _request(http_request)
     body = request.parse(schema.CountInputRequest, endpoint_fields("responses"), strip_hosted)
     request.renamed |= {"prompt": "input", "response_format": "text"}

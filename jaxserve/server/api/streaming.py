@@ -27,16 +27,21 @@ _encoder = msgspec.json.Encoder()
 
 
 class ClientGone(Exception):
-    """The client has disconnected, so that no answer can reach it."""
+    """Exception for a client that has disconnected, so that no answer can reach it."""
 
 
 def encode(value: Any) -> bytes:
-    """Return the JSON of a Struct or a plain value."""
+    """Return a msgspec Struct or a plain Python value, encoded as JSON bytes."""
     return _encoder.encode(value)
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """Return a server-sent event with the JSON of a value as its data."""
+    """Return the bytes of a server-sent event, with a value as JSON data.
+
+    Args:
+        value: a msgspec Struct or a plain Python value.
+        name: name of the event, or None for an event without a name.
+    """
     head = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
     return b"%b%b\n\n" % (head, _encoder.encode(value))
 
@@ -53,39 +58,41 @@ def error_response(error: ApiError) -> Response:
 
 
 class ResponseFormatter:
-    """Formatter of an endpoint's answers, as one document or as events while tokens arrive."""
+    """Base of formatters of an endpoint's answers, as one JSON document or as stream events."""
 
     def whole(self, generation: Generation) -> Any:
-        """Return the document of a finished generation."""
+        """Return the answer of a finished generation as a value that is encoded as JSON."""
         raise NotImplementedError
 
     def opening(self, generation: Generation) -> bytes:
-        """Return the events before the first parts."""
+        """Return the bytes of the stream's events before the first parts, by default none."""
         return b""
 
     def parts(self, generation: Generation, parts: list[ChoicePart]) -> bytes:
-        """Return the events for new parts, which may be empty."""
+        """Return the bytes of the events for new parts of choices, b"" for no event."""
         return b"".join([self._part(generation, part) for part in parts])
 
     def _part(self, generation: Generation, part: ChoicePart) -> bytes:
         raise NotImplementedError
 
     def closing(self, generation: Generation) -> bytes:
-        """Return the events after the last part."""
+        """Return the bytes of the stream's events after the last part of a generation."""
         raise NotImplementedError
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the events that end a stream with an error."""
+        """Return the bytes of the events that end a stream with an error."""
         return event(error.body()) + DONE
 
 
 class ChoiceFormatter(ResponseFormatter):
-    """Formatter in OpenAI's form: choices, and the usage if `stream_options` request it.
+    """Base of formatters in OpenAI's form: choices, and the usage if `stream_options` request it.
 
     Args:
+        body: the request, which selects the optional fields.
         tokenizer: spells tokens in log-probabilities. None for a model without a tokenizer.
-        shows_prompt: True if an answer has log-probabilities of its prompt. Its events wait for
-            them.
+        answer_id: id of the answer.
+        shows_prompt: whether the answer has log-probabilities of its prompt. The events of a choice
+            are held back until these have arrived.
     """
 
     def __init__(
@@ -153,13 +160,17 @@ class ChoiceFormatter(ResponseFormatter):
 
 
 async def disconnected(receive: Receive) -> None:
-    """Wait until the client disconnects. The body must have been read before."""
+    """Wait until the client disconnects. The body of the request must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, or cancel it if the client disconnects, and return its result.
+    """Return the result of a coroutine, or cancel it if the client disconnects.
+
+    Args:
+        receive: ASGI receive function of the request, whose body must have been read.
+        work: the coroutine.
 
     Raises:
         ClientGone: the client disconnected.
@@ -181,7 +192,14 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def respond(
     request: Request, generation: Generation, formatter: ResponseFormatter, stream: bool
 ) -> Response:
-    """Return the response for a generation: its document, or a stream that starts when it is sent.
+    """Return the HTTP response for a generation that has not been started.
+
+    Args:
+        request: the HTTP request.
+        generation: the completions of the request.
+        formatter: makes the document or the events of the answer.
+        stream: True for a stream of events, which starts the generation when it is sent. Otherwise
+            the generation is run to its end, for one JSON document.
 
     Raises:
         ClientGone: the client disconnected before the document was complete.
@@ -202,7 +220,7 @@ async def respond(
 
 
 class EventResponse(Response):
-    """Response of server-sent events, without a content-length."""
+    """Base of responses of server-sent events, without a Content-Length header."""
 
     def __init__(self) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -210,13 +228,13 @@ class EventResponse(Response):
         self.headers["content-type"] = "text/event-stream; charset=utf-8"
 
     async def start(self, send: Send) -> None:
-        """Send the status and the headers."""
+        """Send the response's status and headers to the client."""
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
 
 
 class EventStream(EventResponse):
-    """Stream of a generation's events.
+    """Streaming response of a generation's events. Sending it runs the generation.
 
     The status is sent with the first tokens, so that a request that fails earlier gets the status
     of its error.
@@ -229,7 +247,9 @@ class EventStream(EventResponse):
         self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events.
+        """Run the generation, and send its events to the client as tokens arrive.
+
+        An error ends the stream with an event, or is the whole answer before the first token.
 
         Raises:
             ClientGone: the client disconnected.
@@ -271,6 +291,6 @@ class EventStream(EventResponse):
 
 
 async def send_body(send: Send, body: bytes, more: bool = True) -> None:
-    """Send a part of an answer's body. An empty part is sent only as the last one."""
+    """Send a part of an answer's body. An empty part is sent only as the last (`more` is False)."""
     if body or not more:
         await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -28,7 +28,11 @@ _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
 async def render_completions(http_request: Request) -> Response:
-    """Answer with the token ids and settings of each prompt of a completion request."""
+    """Endpoint `POST /v1/completions/render`: answer with a completion request as token ids.
+
+    For each prompt, the answer has a request for `POST /inference/v1/generate`: the token ids and
+    the sampling parameters. No tokens are generated.
+    """
     request = EndpointRequest(http_request)
     body = request.parse(CompletionRequest, endpoint_fields("completions"))
     generation, _ = await completions.prepare_completions(request, body, scores_whole=False)
@@ -40,7 +44,11 @@ async def render_completions(http_request: Request) -> Response:
 
 
 async def render_chat(http_request: Request) -> Response:
-    """Answer with the token ids and settings of a chat request."""
+    """Endpoint `POST /v1/chat/completions/render`: answer with a chat request as token ids.
+
+    The answer is a request for `POST /inference/v1/generate`: the token ids of the rendered prompt
+    and the sampling parameters. No tokens are generated.
+    """
     request = EndpointRequest(http_request)
     request.renamed |= {"prompt": "messages", "logprobs": "top_logprobs"}
     body = request.parse(ChatRequest, endpoint_fields("chat"))
@@ -48,7 +56,11 @@ async def render_chat(http_request: Request) -> Response:
 
 
 async def render_messages(http_request: Request) -> Response:
-    """Answer with the token ids and settings of a request in Anthropic's form."""
+    """Endpoint `POST /v1/messages/render`: answer with a request of Anthropic's API as token ids.
+
+    The answer is a request for `POST /inference/v1/generate`, with the token ids of the rendered
+    prompt and the sampling parameters.
+    """
     request = anthropic.renaming_request(http_request)
     body = request.parse(MessagesRequest, endpoint_fields("messages"))
     return await _render(request, await anthropic.template_chat(request, body), None)
@@ -63,7 +75,10 @@ async def _render(request: EndpointRequest, body: ChatRequest, request_id: str |
 
 
 async def generate(http_request: Request) -> Response:
-    """Complete a prompt of token ids, and answer with token ids."""
+    """Endpoint `POST /inference/v1/generate`: complete a prompt of token ids with token ids.
+
+    The answer is a JSON document, or a stream of events if the request asks for it.
+    """
     request = EndpointRequest(http_request)
     body = request.parse(schema.GenerateRequest, endpoint_fields("generate"))
     request.renamed["prompt"] = "token_ids"
@@ -102,9 +117,13 @@ async def generate(http_request: Request) -> Response:
 
 
 class GenerateFormatter(ChoiceFormatter):
-    """Formatter of completions as token ids, as one document or as the events of a stream.
+    """Formatter of the answer of `POST /inference/v1/generate`, as a document or as stream events.
+
+    Choices have token ids, and text with the output mode "text".
 
     Args:
+        body: the request.
+        request_id: id of the answer.
         tokenizer: spells tokens in log-probabilities. None for a model without a tokenizer.
         settings: the fields of the request's `sampling_params`.
     """

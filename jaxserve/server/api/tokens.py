@@ -19,7 +19,7 @@ from jaxserve.server.schema.openai import ChatMessage, ChatRequest, Tool
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /tokenize: a prompt, or messages."""
+    """Body of POST /tokenize: either a prompt, or messages with inputs of the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -36,7 +36,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class TokenizeResponse(msgspec.Struct):
-    """Answer of POST /tokenize."""
+    """Answer of POST /tokenize: token ids, their number, and if requested their texts."""
 
     count: int
     max_model_len: int
@@ -45,20 +45,20 @@ class TokenizeResponse(msgspec.Struct):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /detokenize."""
+    """Body of POST /detokenize: token ids, and the name of the model."""
 
     model: str | None = None
     tokens: list[int]
 
 
 class DetokenizeResponse(msgspec.Struct):
-    """Answer of POST /detokenize."""
+    """Answer of POST /detokenize: the text of the token ids."""
 
     prompt: str
 
 
 class TokenizerInfo(msgspec.Struct):
-    """Answer of GET /tokenizer_info."""
+    """Answer of GET /tokenizer_info: special tokens and chat template, in vLLM's form."""
 
     tokenizer_class: str
     model_max_length: int
@@ -68,7 +68,13 @@ class TokenizerInfo(msgspec.Struct):
 
 
 async def tokenize(http_request: Request) -> Response:
-    """Answer with the token ids of a prompt, or of messages rendered by the chat template."""
+    """Endpoint `POST /tokenize`: answer with the token ids of a prompt or of rendered messages.
+
+    Messages are rendered by the chat template.
+
+    Raises:
+        InvalidRequest: the request has both a prompt and messages, or neither.
+    """
     request = EndpointRequest(http_request)
     body = request.parse(TokenizeRequest)
     model = request.find_model(body.model)
@@ -95,7 +101,9 @@ async def tokenize(http_request: Request) -> Response:
 
 
 async def tokenizer_info(http_request: Request) -> Response:
-    """Answer with special tokens and chat template of the model in `?model=`, in vLLM's form.
+    """Endpoint `GET /tokenizer_info`: answer with a tokenizer's special tokens and chat template.
+
+    The model is the first one, or the one of `?model=`. The form is vLLM's.
 
     Raises:
         ApiError: 404, the server does not show them, or there is no such model.
@@ -119,7 +127,11 @@ async def tokenizer_info(http_request: Request) -> Response:
 
 
 async def detokenize(http_request: Request) -> Response:
-    """Answer with the text of token ids, including special tokens."""
+    """Endpoint `POST /detokenize`: answer with the text of token ids, special tokens included.
+
+    Raises:
+        InvalidRequest: a number is not a token id of the model.
+    """
     request = EndpointRequest(http_request)
     request.renamed["prompt"] = "tokens"
     body = request.parse(DetokenizeRequest)

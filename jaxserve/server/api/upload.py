@@ -21,7 +21,7 @@ MIN_RATE = 64 << 10
 
 @dataclass
 class _Part:
-    """A part of a form: a field, or the file."""
+    """One part of a multipart form: a text field, or the uploaded file."""
 
     headers: dict[bytes, bytes] = field(default_factory=dict)
     name: str = ""
@@ -30,9 +30,12 @@ class _Part:
 
 
 class Form:
-    """A form as it arrives. Its file is written to `upload`.
+    """Parser of a multipart form with text fields and one file, fed with bytes as they arrive.
+
+    `fields` and `filename` hold the results.
 
     Args:
+        boundary: the form's boundary, from the Content-Type header.
         upload: receives the bytes of the file.
     """
 
@@ -59,7 +62,7 @@ class Form:
         )
 
     def feed(self, data: bytes) -> None:
-        """Parse the next bytes of the form.
+        """Parse the next bytes of the form: collect text fields, and pass the file's bytes on.
 
         Raises:
             ApiError: the form is malformed, or a part of it is too large.
@@ -118,10 +121,13 @@ class Form:
 
 
 async def read_form(request: Request, upload: Upload, seconds: float) -> Form:
-    """Read the form in a request's body to its end, and return it.
+    """Read the multipart form in a request's body to its end, and return the parsed form.
+
+    The bytes of its file are written to `upload`.
 
     Args:
         request: the HTTP request, whose body is unread.
+        upload: upload in progress.
         seconds: time limit, to which the time of the file's bytes at MIN_RATE is added.
 
     Raises:

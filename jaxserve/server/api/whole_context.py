@@ -22,7 +22,9 @@ from jaxserve.server.served.models import ServedModel
 
 
 def fills_context(model: ServedModel, prompt: list[int]) -> bool:
-    """Return whether a prompt is as long as the context and the engine can score all of it.
+    """Return whether a prompt is as long as the model's context and the engine can score it.
+
+    The engine cannot if it reports processed log-probabilities, which depend on the allowed tokens.
 
     Raises:
         InvalidRequest: the prompt has a value that is not a token id.
@@ -35,7 +37,14 @@ def fills_context(model: ServedModel, prompt: list[int]) -> bool:
 
 
 def draw_last(prompt: list[int], sampling: SamplingParams) -> SamplingParams:
-    """Return sampling parameters that generate and score the last token of a prompt."""
+    """Return sampling parameters with which the engine generates the last token of a prompt.
+
+    The token is the only allowed one, and gets a log-probability.
+
+    Args:
+        prompt: token ids, of which the engine gets all except the last.
+        sampling: sampling parameters of the request.
+    """
     return SamplingParams(
         n=sampling.n,
         temperature=0.0,
@@ -48,7 +57,9 @@ def draw_last(prompt: list[int], sampling: SamplingParams) -> SamplingParams:
 
 
 class WholeContextGeneration(Generation):
-    """Generation for requests that only score their prompts.
+    """Generation for requests that only score prompts, some of which are as long as the context.
+
+    The engine generates the last token of such a prompt. The results show it as a prompt token.
 
     Args:
         requests: the engine's requests, one for each prompt.
@@ -74,7 +85,10 @@ class WholeContextGeneration(Generation):
         super()._apply(delta, parts)
 
     def usage(self, sent: Listing[int] | None = None) -> Usage:
-        """Return the numbers of tokens, including the last tokens of the prompts."""
+        """Return the token counts of the request. The last token of a long prompt counts as prompt.
+
+        `sent` is the number of generated tokens of each choice that count, by default all.
+        """
         usage = super().usage(sent)
         usage.prompt_tokens += len(self._filling)
         usage.total_tokens += len(self._filling)

@@ -135,10 +135,22 @@ def _reads_no_body(path: str) -> bool:
 
 
 class UnservedRoutes(BaseRoute):
-    """The routes of other servers as one route, tried after the served ones."""
+    """Last route of the application, for paths of other inference servers that are not served.
+
+    A request to such a path gets a 404 error with a suggestion.
+    """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Return the first route that has the path and the method, or else the path."""
+        """Return how an HTTP request matches the routes that jaxserve does not serve.
+
+        Args:
+            scope: ASGI scope of the request, with its path and method.
+
+        Returns:
+            `Match.FULL` for a route with the path and the method, `Match.PARTIAL` for one with
+            another method, or `Match.NONE`. The second value holds the route to add to the scope as
+            `jaxserve.route`, and is empty without a match.
+        """
         partial: tuple[Match, Scope] = Match.NONE, {}
         for route in unserved_routes():
             if scope["type"] != "http" or not route.matches(scope["path"]):
@@ -151,7 +163,13 @@ class UnservedRoutes(BaseRoute):
         return partial
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with a suggestion, in the form of the API of the route."""
+        """Answer a request to a matched route with a 404 error that suggests an alternative.
+
+        The error has the form of the route's API: Ollama, llama.cpp or OpenAI.
+
+        Raises:
+            HTTPException: 405, the route does not have the request's method.
+        """
         route: UnservedRoute = scope["jaxserve.route"]
         if scope["method"] not in _methods(route):
             raise HTTPException(405, headers={"Allow": ", ".join(_methods(route))})
@@ -172,13 +190,17 @@ def _methods(route: UnservedRoute) -> list[str]:
 
 
 class App:
-    """The ASGI application, and the state that its endpoints share.
+    """ASGI application of the server, with the models, settings and stores of its endpoints.
 
     An endpoint finds this object as `request.app.state.served`.
 
     Args:
+        models: the served models.
+        config: the server's settings.
+        more_routes: routes besides those of the API, such as the web page's.
         open_paths: paths that need no API key, besides the paths of the health checks.
-        files: the store of uploaded files, or None if the server has no folder for files.
+        files: the store of uploaded files, or None if the server has no folder for files. Batches
+            need it.
     """
 
     def __init__(
@@ -234,13 +256,14 @@ class App:
             self.batches = Batches(files, BatchService(models, client))
 
     def check_room(self, path: str) -> None:
-        """Refuse a request to a path that generates tokens if its queue is full.
+        """Check that a request to a path can be admitted, by the path alone.
 
-        With several models the queue depends on the body, and is checked after it is parsed.
+        Only paths whose requests generate tokens are checked. If the server has several models, the
+        queue is checked later, since the body names the model.
 
         Raises:
             ApiError: 503, the server is stopping.
-            Overloaded: the queue of the only model is full.
+            Overloaded: the server has one model, and its queue is full.
         """
         if _ALIASES.get(path, path) not in _DRAWING:
             return

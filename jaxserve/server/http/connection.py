@@ -28,10 +28,10 @@ _ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)(?P<path>[^#]*).*", re.
 
 
 class HttpParser(h11.Connection):
-    """h11's parser, which refuses bodies that are too large or come in tiny chunks.
+    """h11's HTTP/1 parser, which refuses bodies that are too large or come in tiny chunks.
 
-    A target in absolute form is replaced by its path, and its authority becomes the Host header
-    (RFC 9112, 3.2.2). `max_form_bytes` limits forms with a file.
+    A request target in absolute form is replaced by its path, and its host becomes the Host header
+    (RFC 9112, 3.2.2). Uploads of files may have `max_form_bytes`, other bodies `max_body_bytes`.
     """
 
     def __init__(self, max_body_bytes: int, max_form_bytes: int) -> None:
@@ -41,11 +41,11 @@ class HttpParser(h11.Connection):
         self._pieces = self._bytes = 0
 
     def next_event(self) -> Any:
-        """Return h11's next event.
+        """Return h11's next event: a request, a part of its body, its end, or NEED_DATA.
 
         Raises:
             RemoteProtocolError: the data is not valid HTTP/1.0 or 1.1. The status hint is 413 if
-                the body is too large.
+                the body is too large or comes in tiny chunks.
         """
         event = super().next_event()
         if isinstance(event, h11.Data):
@@ -72,7 +72,7 @@ def _too_large(message: str) -> h11.RemoteProtocolError:
 
 
 def _with_path(request: h11.Request) -> h11.Request:
-    """Return the request with a target in absolute form split into a path and a Host header."""
+    """Return the request with an absolute target (http://host/path) as a path and a Host header."""
     target = _ABSOLUTE.fullmatch(request.target)
     if target is None:
         return request
@@ -89,10 +89,10 @@ def _with_path(request: h11.Request) -> h11.Request:
 
 
 class Crowd:
-    """The connections beyond the limit, which may request only the paths of the health checks.
+    """Set of the connections beyond the server's limit, which may request only the health checks.
 
     Args:
-        most: largest number of them. A further one replaces the oldest, which is refused.
+        most: maximum number of members, at least 1. One more closes the oldest with a 503 error.
     """
 
     def __init__(self, most: int) -> None:
@@ -114,9 +114,8 @@ class Crowd:
         self._members.pop(connection, None)
 
 
+# Stand-in for an asyncio transport that collects the written bytes.
 class _Pieces:
-    """Substitute for a transport that collects the pieces of an answer in a list."""
-
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
         self.is_closed = False
@@ -132,13 +131,14 @@ class _Pieces:
 
 
 class Connection(H11Protocol):
-    """Connection of one client.
+    """HTTP connection of one client: uvicorn's protocol with limits on time and size.
 
-    It is closed if the client does not send a complete header within `header_timeout`, or does not
-    read for `write_timeout` while data is ready for it.
+    It is aborted if the client does not send a complete request header within `header_timeout`, or
+    does not read for `write_timeout` while more than `send_buffer_bytes` wait to be sent.
 
     Args:
         limits: the server's settings, with `max_connections` that fit the limit of open files.
+        crowd: the connections beyond `max_connections`, which this one may join.
     """
 
     def __init__(self, *, limits: ServerConfig, crowd: Crowd, **named: Any) -> None:
@@ -163,7 +163,7 @@ class Connection(H11Protocol):
         self._watch_header()
 
     def refuse(self) -> None:
-        """Close a connection of the crowd, with status 503 unless an answer is being sent."""
+        """Close this surplus connection, after a 503 error unless an answer is being sent."""
         self._stop("_header_timer")
         self._crowd.discard(self)
         if self.cycle is None or self.cycle.response_complete:
@@ -171,7 +171,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def close_idle(self) -> None:
-        """Close the connection unless a request on it is being received or answered."""
+        """Close the connection unless a request on it is being answered."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
 
@@ -218,7 +218,7 @@ class Connection(H11Protocol):
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
-        """Collect all data that is sent within this context, and write it at the end at once."""
+        """Context manager in which data for the client is collected. Its end writes the data."""
         cycle, joined = self.cycle, _Pieces()
         cycle.transport = joined  # type: ignore[assignment]
         try:
@@ -231,7 +231,7 @@ class Connection(H11Protocol):
                 self.transport.close()
 
     def shutdown(self) -> None:
-        """Close the connection after the answer that is being sent, or at once if it is idle."""
+        """Close the connection after the answer that is being sent, or at once without one."""
         if self.conn.our_state is h11.ERROR:
             self.transport.close()
         else:
@@ -273,7 +273,10 @@ class Connection(H11Protocol):
             setattr(self, name, None)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer data that is not valid HTTP with an error, and close the connection."""
+        """Answer malformed HTTP with an error unless an answer has begun, and close the connection.
+
+        The status is 400, or the parser's hint (413 or 431). `msg` is the text of the error.
+        """
         reason = sys.exc_info()[1]
         status = getattr(reason, "error_status_hint", 400)
         if status == 431:

@@ -32,14 +32,17 @@ FORM_BYTES = 64 << 10
 
 
 class Guard:
-    """ASGI middleware that checks requests and reads their bodies.
+    """ASGI middleware that checks each HTTP request, reads its body, and turns errors into answers.
 
-    It adds entries to the scope. `jaxserve.body` is the whole body. `jaxserve.key` is the digest of
-    the API key, or None if the server requires no key. `jaxserve.request_id` is the id of the
-    request, which every answer carries. For `jaxserve.renamed` see `EndpointRequest`. It reads
-    `jaxserve.crowded`, which marks connections over the limit.
+    It adds entries to the scope: `jaxserve.body` is the whole body. `jaxserve.key` is the digest of
+    the API key, or None if the path needs no key. `jaxserve.request_id` is the id of the request,
+    which every answer carries. `jaxserve.renamed` is an empty dict, which endpoints fill with the
+    names of fields for error messages. It reads the entry `jaxserve.crowded` of connections over
+    the limit.
 
     Args:
+        app: the application to call.
+        checks: checks of headers, origin and API key.
         lifecycle: state of the server. While it drains, every answer closes its connection.
         check_room: called with the path before a body is parsed, and before a large body is read.
             It raises if no request to this path can be admitted now.
@@ -173,7 +176,11 @@ class Guard:
 
 
 class _Answer:
-    """Sender of an answer that holds the head back until it can go out with a part of the body."""
+    """Sender of one HTTP answer, which sends the head together with the first part of the body.
+
+    Args:
+        headers: headers to add to the head.
+    """
 
     def __init__(self, scope: Scope, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._send = send
@@ -183,7 +190,7 @@ class _Answer:
         self.is_started = False  # whether a part of the answer has been sent
 
     async def send(self, message: Message) -> None:
-        """Send an ASGI message, the head together with the first part of the body."""
+        """Send an ASGI message of the answer. A head is held back until the next message."""
         if message["type"] == "http.response.start":
             message["headers"] = [*message["headers"], *self._headers]
             self._head = message
@@ -200,10 +207,10 @@ class _Answer:
 
 
 async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send an error as the answer.
+    """Send an error response. If the request's body is unread, read it for LINGER_SECONDS.
 
-    An unread body is read for LINGER_SECONDS before the connection is closed. Otherwise a client
-    that is still sending would get a reset connection instead of the answer.
+    The connection closes after an unread body. A client that is still sending would otherwise get a
+    reset connection instead of the error.
     """
     unread = response.status_code in (408, 413) or "jaxserve.body" not in scope
     if not unread:

@@ -22,10 +22,11 @@ _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class HeadChecks:
-    """Checks of a request's headers, its origin and its API key.
+    """Checks of a request's headers: their sizes, Host and Origin, and the API key.
 
     Args:
-        open_paths: paths that need no key, besides `OPEN_PATHS`.
+        config: the server's settings, with its keys, hosts and origins.
+        open_paths: paths that need no API key, besides the health checks in `OPEN_PATHS`.
     """
 
     def __init__(self, config: ServerConfig, open_paths: frozenset[str] = frozenset()) -> None:
@@ -42,19 +43,20 @@ class HeadChecks:
     def check(
         self, path: str, headers: list[tuple[bytes, bytes]], named: Mapping[bytes, bytes]
     ) -> str | None:
-        """Check a request's head.
+        """Check the headers of a request, and return the digest of its API key.
 
         Args:
-            headers: all headers, with names in lower case.
+            path: path of the request.
+            headers: all headers as pairs of bytes, with names in lower case.
             named: the result of `by_name` for the same headers.
 
         Returns:
-            The hexadecimal digest of the request's API key, or None if the path needs no key.
+            The hexadecimal SHA-256 digest of the API key, or None if the path needs no key.
 
         Raises:
-            ApiError: with status 431 for too many or too long headers, 400 for two kinds of
-                length, 403 for a Host or Origin that is not allowed, and 401 for a missing or
-                wrong API key.
+            ApiError: with status 431 for too many or too long headers, 400 for both Content-Length
+                and Transfer-Encoding, 403 for a Host or Origin that is not allowed, and 401 for a
+                missing or wrong API key.
         """
         self._check_sizes(headers)
         if b"content-length" in named and b"transfer-encoding" in named:
@@ -116,7 +118,7 @@ class HeadChecks:
 
 
 def by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """Return the headers by name, with the values of a repeated header joined by ", "."""
+    """Return HTTP headers as a dict by name. Values of a repeated header are joined by ", "."""
     joined: dict[bytes, bytes] = {}
     for name, value in headers:
         joined[name] = joined[name] + b", " + value if name in joined else value
@@ -131,13 +133,20 @@ def _host_of(url: bytes) -> str | None:
 
 
 def id_of_request(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the printable characters of a request's X-Request-Id, or a new random id."""
+    """Return the id of a request: the printable part of its X-Request-Id header, or a random id.
+
+    At most MAX_REQUEST_ID bytes of the header are used.
+    """
     sent = headers.get(b"x-request-id", b"")[:MAX_REQUEST_ID]
     return sent.translate(None, _UNPRINTABLE) or token_hex(16).encode()
 
 
 def check_media(headers: Mapping[bytes, bytes], expected: bytes = b"application/json") -> None:
-    """Check the Content-Type of a body, and that the body is not compressed.
+    """Check the Content-Type of a request's body, and that the body is not compressed.
+
+    Args:
+        headers: headers of the request by name in lower case.
+        expected: the required media type.
 
     Raises:
         ApiError: 415, the media type is another one, or the body has a Content-Encoding.

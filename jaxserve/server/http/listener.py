@@ -20,7 +20,9 @@ from jaxserve.server.settings import ServerConfig
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to a port, which refuses connections until `listen` is called.
+    """Return a TCP socket bound to a host and port. Connections are refused until it listens.
+
+    Port 0 takes a free port.
 
     Raises:
         OSError: the port is in use, or the host is not an address of this machine.
@@ -46,13 +48,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def allow_reuse(listener: socket.socket) -> None:
-    """Allow this socket and a later server to listen on a port with recently closed connections."""
+    """Set SO_REUSEADDR on a socket, so that it and a later server can use a port in TIME_WAIT."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 @contextmanager
 def bind_path(path: str) -> Iterator[socket.socket]:
-    """Return a bound Unix domain socket, and delete its file at the end.
+    """Context manager that yields a bound Unix domain socket, and finally deletes its file.
 
     The file of a server that has ended is replaced. A lock file beside it marks a server that has
     bound the path and does not listen yet.
@@ -117,7 +119,7 @@ _FEWEST = 16
 
 @dataclass(frozen=True)
 class Room:
-    """Numbers of connections that fit within the limit of open files."""
+    """Limit of open files, number of connections to serve, and number that may wait beyond it."""
 
     limit: float  # number of files that the process may have open
     connections: int  # number of connections served at a time
@@ -127,10 +129,10 @@ class Room:
 
 
 def make_room(connections: int) -> Room:
-    """Raise the process's limit of open files, up to its hard limit, for a number of connections.
+    """Raise the process's limit of open files for a number of connections, up to its hard limit.
 
     Returns:
-        The numbers of connections that fit, at most `connections`.
+        The limit, and the numbers of connections that fit. At most `connections` are served.
 
     Raises:
         ValueError: the hard limit leaves too little room beside the files that are open now.
@@ -155,10 +157,13 @@ _FIELDS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
 
 
 def check_certificates(config: ServerConfig) -> None:
-    """Check that the server's certificate, key, authorities and ciphers can be loaded.
+    """Check that the TLS certificate, key, authorities and ciphers in the settings can be loaded.
+
+    Settings without a certificate need no check.
 
     Raises:
-        InvalidRequest: a file is missing or malformed. The error names the setting.
+        InvalidRequest: a file is missing or malformed, or a cipher is unknown. The error names the
+            setting.
     """
     if config.ssl_certfile is None:
         return
@@ -200,7 +205,7 @@ def check_certificates(config: ServerConfig) -> None:
 
 
 def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
-    """Return uvicorn's arguments for TLS, or an empty dict without a certificate."""
+    """Return uvicorn's keyword arguments for TLS from the settings, {} without a certificate."""
     if config.ssl_certfile is None:
         return {}
     ciphers = {} if config.ssl_ciphers is None else {"ssl_ciphers": config.ssl_ciphers}

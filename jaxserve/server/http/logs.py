@@ -10,7 +10,10 @@ BURST, WINDOW_SECONDS = 20, 10.0
 
 
 class JsonLines(logging.Formatter):
-    """Formatter of a record as one line of JSON, so that its text cannot imitate another record."""
+    """Log formatter that writes each record as one line of JSON: time, level, logger, message.
+
+    A record with an exception also has its traceback. A message cannot imitate another record.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -25,7 +28,7 @@ class JsonLines(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-    """Filter that passes `BURST` records of each place in the code per `WINDOW_SECONDS`.
+    """Log filter that passes at most `BURST` records of each source line in `WINDOW_SECONDS`.
 
     Records with the attribute `is_bounded` always pass. Their callers limit the number themselves.
     """
@@ -46,7 +49,13 @@ class RateLimit(logging.Filter):
 
 
 def log_json(level: int = logging.WARNING) -> None:
-    """Send this process's logs to standard error as JSON lines."""
+    """Set up the logging of this process: rate-limited JSON lines on standard error.
+
+    It replaces all handlers of the root logger.
+
+    Args:
+        level: lowest level that is logged.
+    """
     stream = logging.StreamHandler()
     stream.setFormatter(JsonLines())
     stream.addFilter(RateLimit())

@@ -28,13 +28,14 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class Process(uvicorn.Server):
-    """A uvicorn server that drains before it stops.
+    """uvicorn server of an application, which completes running requests before it stops.
 
     After the first SIGTERM or interrupt, new requests are refused with 503. Running requests go on
-    until `drain_timeout` and then end with an error. A second signal ends them at once. The process
-    also ends when one of its engines has ended.
+    until `drain_timeout` and then end with an error. A second signal ends them at once. The server
+    also stops, with exit status 1, when the engine of a model has ended.
 
     Args:
+        app: the application.
         room: the numbers of connections, by default as the limit of open files allows.
     """
 
@@ -66,10 +67,11 @@ class Process(uvicorn.Server):
         self._is_first_tick = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, and set the kernel's queue of connections to `_QUEUE`.
+        """Start to listen on sockets, as uvicorn does, and continue the unfinished batches.
 
-        Uvicorn's `backlog` is both the length of this queue and the number of connections that are
-        accepted in one iteration of the event loop.
+        The kernel's queue of connections gets the length `_QUEUE`. Uvicorn's own `backlog` would
+        set both this length and the number of connections accepted in one iteration of the event
+        loop.
         """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_error)

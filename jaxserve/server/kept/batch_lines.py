@@ -22,7 +22,10 @@ MAX_PROBLEMS = 100
 
 
 class Line(msgspec.Struct):
-    """Request in a batch file. Its body is forwarded unchanged."""
+    """One request in the input file of a batch: its id, method, URL and JSON body.
+
+    The body is forwarded unchanged.
+    """
 
     custom_id: str
     method: str
@@ -37,7 +40,7 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct, omit_defaults=True):
-    """Reason for a missing answer."""
+    """Reason why a request of a batch has no answer: code, message and line number."""
 
     code: str
     message: str
@@ -45,7 +48,10 @@ class BatchError(msgspec.Struct, omit_defaults=True):
 
 
 class BatchOutput(msgspec.Struct):
-    """Line of the output file: an answer of any status, or the error for a missing answer."""
+    """Line of a batch's output file or error file: the answer to one request, of any status.
+
+    A request without an answer has an error instead.
+    """
 
     id: str
     custom_id: str | None
@@ -54,12 +60,18 @@ class BatchOutput(msgspec.Struct):
 
     @property
     def is_good(self) -> bool:
-        """Return whether the line contains an answer with status 200."""
+        """Whether the line contains an answer with status 200."""
         return self.response is not None and self.response.status_code == 200
 
 
 class BadLine(Exception):
-    """A line is not a valid request."""
+    """Exception for a line of a batch's input file that is not a valid request.
+
+    Args:
+        code: machine-readable name of the error.
+        message: description of the error.
+        custom_id: id that the line gives itself, if it can be read.
+    """
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -68,9 +80,10 @@ class BadLine(Exception):
 
 
 def lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the non-blank lines of a file with their numbers, from 1, without a byte-order mark.
+    """Yield the non-blank lines of a file as pairs of the line's number and its bytes.
 
-    A line of more than `most` bytes is None.
+    Numbers start at 1 and count blank lines. A byte-order mark at the start of the file is removed.
+    A line of more than `most` bytes is yielded as None.
     """
     number = 0
     while line := file.readline(most + 1):
@@ -87,10 +100,14 @@ def lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes | None]]:
 
 
 def read_line(text: bytes | None) -> Line:
-    """Parse a line as a request.
+    """Return the request in a line of a batch's input file.
+
+    Args:
+        text: the line, or None for a line that is too long.
 
     Raises:
-        BadLine: the message says why the line is invalid.
+        BadLine: the line is too long or malformed, has another method or an unknown URL, or asks
+            for a stream or a background response.
     """
     if text is None:
         raise BadLine("line_too_long", "the line is too long")
@@ -119,7 +136,7 @@ def read_line(text: bytes | None) -> Line:
 
 
 def model_of(line: Line) -> str | None:
-    """Return the name of the model in a request, or None."""
+    """Return the name of the model in the body of a batch's request, or None without a name."""
     name = _head(line.body).model
     return name if isinstance(name, str) else None
 
@@ -127,7 +144,13 @@ def model_of(line: Line) -> str | None:
 def output_of(
     custom_id: str | None, response: BatchResponse | None, error: BatchError | None
 ) -> BatchOutput:
-    """Return a line of the output with a new id."""
+    """Return a line of a batch's output with a new id.
+
+    Args:
+        custom_id: id that the batch's file gives to the request, if known.
+        response: the answer, or None if there is an error.
+        error: reason for a missing answer, or None.
+    """
     return BatchOutput(f"batch_req_{uuid4().hex}", custom_id, response, error)
 
 
@@ -141,7 +164,7 @@ def _custom_id(text: bytes) -> str | None:
 
 
 class _Head(msgspec.Struct):
-    """Fields of a body that are checked before it is forwarded."""
+    """Model and flags in the body of a batch's request, read before the body is forwarded."""
 
     model: Any = None
     stream: Any = None
@@ -156,9 +179,16 @@ def _head(body: msgspec.Raw) -> _Head:
 
 
 def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[BatchProblem]]:
-    """Return the number of lines of a batch file, and the errors in them.
+    """Check all lines of a batch's input file, and return their number and the errors in them.
 
-    A line must name `endpoint` and have at most `size` bytes. The file has at most `most` lines.
+    At most MAX_PROBLEMS errors are returned. A file without lines is an error. For a file with more
+    than `most` lines, the result is `most + 1` and this one error.
+
+    Args:
+        path: path of the file.
+        endpoint: URL that all requests must name.
+        most: maximum number of lines.
+        size: maximum number of bytes of a line.
     """
     problems: list[BatchProblem] = []
     total = 0
@@ -177,7 +207,13 @@ def scan(path: Path, endpoint: str, most: int, size: int) -> tuple[int, list[Bat
 def _problems(
     texts: Iterator[tuple[int, bytes | None]], endpoint: str
 ) -> Iterator[BatchProblem | None]:
-    """Yield the error of each line, or None for a valid line."""
+    """Yield the error of each line of a batch's input file, or None for a valid line.
+
+    A line must be a request to `endpoint` whose `custom_id` no earlier line has.
+
+    Args:
+        texts: the result of `lines`.
+    """
     seen: set[bytes] = set()
     for number, text in texts:
         try:
@@ -197,5 +233,5 @@ def _problems(
 
 
 def mark_of(custom_id: str) -> bytes:
-    """Return a short hash of a line's `custom_id`."""
+    """Return a hash of 16 bytes of the `custom_id` of a batch's request."""
     return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -31,22 +31,27 @@ Outputs = tuple[str | None, str | None]
 
 
 class Service(Protocol):
-    """Model service that answers lines with lower priority than all other clients."""
+    """Interface of a service that answers requests of batches, after those of other clients."""
 
     async def answer(
         self, line: batch_lines.Line, owner: str | None = None
     ) -> batch_lines.BatchResponse:
-        """Answer a line. The status of the answer may be an error."""
+        """Return the answer to a request of a batch. Errors are answers with their status.
+
+        Args:
+            line: the request.
+            owner: digest of the API key of the batch's client, or None.
+        """
         ...
 
     def is_alive(self, model: str | None) -> bool:
-        """Return whether the engine of a model is running."""
+        """Return whether the engine of the model with this name runs. None is the default model."""
         ...
 
     async def enter(self, model: str | None) -> None:
         """Wait until `model` has a request place that other clients do not need, and take it.
 
-        A place admits one line of a batch. None is the default model.
+        A place admits one request of a batch. None is the default model.
         """
         ...
 
@@ -56,7 +61,7 @@ class Service(Protocol):
 
 
 def append(sink: BinaryIO, data: bytes) -> None:
-    """Append bytes to an unbuffered file, completely or not at all.
+    """Append bytes to an unbuffered file. If the write fails, cut the file to its former size.
 
     Raises:
         OSError: the write failed.
@@ -72,10 +77,14 @@ def append(sink: BinaryIO, data: bytes) -> None:
 
 
 class BatchRun:
-    """Execution of a batch.
+    """Execution of one batch: it answers the requests of the input file, and collects the answers.
 
     Args:
+        batch: the batch, whose counts, usage and errors are updated.
+        owner: digest of the API key of the batch's client, or None.
         folder: folder for the two files in which answers and errors are collected.
+        store: store of the input file and, at the end, of the output files.
+        service: service that answers the requests.
     """
 
     def __init__(
@@ -95,12 +104,18 @@ class BatchRun:
         self._num_bytes = 0
 
     def interrupt(self) -> None:
-        """Cancel the execution now. Answers in progress are lost."""
+        """Stop the execution of the batch now. Requests in progress get no answers."""
         if self._drawing is not None:
             self._drawing.cancel()
 
     async def draw(self, most: int) -> None:
-        """Answer all lines without an answer, until the batch is cancelled or expires.
+        """Answer all requests without an answer, until the batch is cancelled or expires.
+
+        Answers are appended to the batch's two files. If the batch expires, the time is set in the
+        batch, and each request without an answer gets an error.
+
+        Args:
+            most: maximum number of bytes of a line of the input file.
 
         Raises:
             OSError: the disk failed.
@@ -163,7 +178,11 @@ class BatchRun:
         self._write(batch_lines.output_of(line.custom_id, response, None))
 
     def _write(self, output: batch_lines.BatchOutput) -> None:
-        """Write an answer. The first failure to write ends the execution."""
+        """Append an answer to the file of good answers or of errors, and count it in the batch.
+
+        The first failure to write ends the execution, also if the owner's space for files is used
+        up.
+        """
         if self._is_full or self._problem is not None:
             return
         data = msgspec.json.encode(output) + b"\n"
@@ -196,7 +215,10 @@ class BatchRun:
             counts.failed += 1
 
     def _resume(self) -> None:
-        """Read the answers from before a restart, and remove an incomplete last line."""
+        """Count the answers in the batch's files from before a restart.
+
+        An incomplete last line is removed.
+        """
         batch = self._batch
         batch.request_counts = RequestCounts(batch.request_counts.total)
         batch.usage = None
@@ -226,7 +248,7 @@ class BatchRun:
                     self._write(batch_lines.output_of(line.custom_id, None, problem))
 
     def name_outputs(self) -> Outputs:
-        """Return new ids for the output files that are not empty."""
+        """Return new file ids for the batch's output file and error file, None for an empty one."""
         good, bad = (
             f"file-{uuid4().hex}" if path.exists() and path.stat().st_size else None
             for path in self._paths
@@ -234,10 +256,16 @@ class BatchRun:
         return good, bad
 
     async def keep_outputs(self, names: Outputs, seconds: int | None) -> None:
-        """Move the collected answers into the file store, unless they are already there.
+        """Move the batch's collected answers into the file store, and set its output file ids.
+
+        Files that are already in the store are skipped.
+
+        Args:
+            names: ids from `name_outputs`.
+            seconds: time until the files expire, or None.
 
         Raises:
-            OSError: the disk failed. The answers are unchanged.
+            OSError: the disk failed. The call can be repeated.
         """
         batch, store = self._batch, self._store
         noted: list[tuple[Path, FileRecord]] = []

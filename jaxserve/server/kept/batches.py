@@ -26,7 +26,7 @@ RETRY_SECONDS = 10.0
 
 
 class BatchRecord(msgspec.Struct):
-    """A stored batch of the batch API: the batch, its owner and its output files."""
+    """Stored state of a batch: the batch as clients see it, its owner and its output files' ids."""
 
     batch: Batch
     owner: str | None  # API key of the client
@@ -35,10 +35,14 @@ class BatchRecord(msgspec.Struct):
 
 
 class Batches:
-    """Batches by id, with a maximum number. `start` continues the batches of an earlier process.
+    """The batches of a server, stored in the folder of the file store and executed as tasks.
 
-    Each key may have an equal share of the unfinished batches. If there are too many finished
-    batches, the oldest one of the key with the most batches is removed.
+    Each API key may have an equal share of `max_batches` unfinished batches. If there are more than
+    `max_files` batches, the oldest finished one of the key with the most batches is removed.
+
+    Args:
+        files: store of the input and output files.
+        service: service that answers the requests of batches.
 
     Raises:
         OSError: the stored records cannot be read.
@@ -56,13 +60,13 @@ class Batches:
         self._saving = asyncio.Lock()
 
     def start(self) -> None:
-        """Continue the unfinished batches."""
+        """Start tasks for the unfinished batches of an earlier process."""
         for record in self._sorted():
             if record.batch.status in UNENDED:
                 self._begin(record)
 
     async def stop(self) -> None:
-        """Stop all work. The next start continues it."""
+        """Cancel the tasks of all batches, and wait for them. The next start continues the work."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -79,11 +83,16 @@ class Batches:
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
 
     async def create(self, request: BatchRequest, owner: str | None) -> Batch:
-        """Create and start a batch.
+        """Create a batch, store its record, start its task, and return the batch.
+
+        Args:
+            request: body of the client's request.
+            owner: digest of the client's API key, or None.
 
         Raises:
-            ApiError: the input file does not exist, or there are too many unfinished batches.
-            InvalidRequest: the message names the field.
+            ApiError: 404, the input file does not exist. 429, the client has too many unfinished
+                batches.
+            InvalidRequest: the purpose of the input file is not "batch".
         """
         name = "input_file_id"
         file = self._store.get(request.input_file_id, owner, name).file
@@ -122,7 +131,10 @@ class Batches:
         return batch
 
     def get(self, name: str, client: str | None) -> Batch:
-        """Return a batch that a client may see.
+        """Return the batch with the id `name`, if the client may see it (see `may_see`).
+
+        Args:
+            client: digest of the client's API key, or None.
 
         Raises:
             ApiError: 404, there is no such batch.
@@ -133,15 +145,21 @@ class Batches:
         return record.batch
 
     def list(self, client: str | None) -> list[Batch]:
-        """Return the batches that a client may see, the oldest first."""
+        """Return the batches that a client may see (see `may_see`), the oldest first."""
         return [r.batch for r in self._sorted() if may_see(r.owner, client)]
 
     async def cancel(self, name: str, client: str | None) -> Batch:
-        """Begin to cancel a batch. Existing answers are kept.
+        """Begin to cancel a batch: set and store the status "cancelling", and stop its requests.
+
+        Existing answers are kept. The result is the batch.
+
+        Args:
+            name: id of the batch.
+            client: digest of the client's API key, or None.
 
         Raises:
             ApiError: 404, there is no such batch.
-            InvalidRequest: the batch has ended.
+            InvalidRequest: the batch is finalizing or has ended.
         """
         batch = self.get(name, client)
         if batch.status not in ("validating", "in_progress", "cancelling"):
@@ -154,7 +172,7 @@ class Batches:
         return batch
 
     def reader_of(self, file_id: str) -> str | None:
-        """Return the id of an unfinished batch that reads a file, or None."""
+        """Return the id of an unfinished batch with this input file, or None."""
         for name, record in self._records.items():
             if record.batch.input_file_id == file_id and record.batch.status in UNENDED:
                 return name
@@ -178,7 +196,7 @@ class Batches:
             (self._folder / f"{name}.json").unlink(missing_ok=True)
 
     async def _run(self, record: BatchRecord) -> None:
-        """Do all remaining work on a batch, starting from its current state."""
+        """Execute a batch from its current state to its end: validate, answer, store outputs."""
         batch = record.batch
         try:
             if batch.status == "validating" and not await self._validate(record):
@@ -221,7 +239,10 @@ class Batches:
         record.batch.errors = problems
 
     async def _end(self, record: BatchRecord) -> None:
-        """Set and store the final status."""
+        """Set the final status of a batch and the time of its end, and store the batch's record.
+
+        The status is "failed", "cancelled", "expired" or "completed". A failure to write is logged.
+        """
         batch, now = record.batch, int(time.time())
         if batch.errors is not None:
             batch.status, batch.failed_at = "failed", now
@@ -237,7 +258,11 @@ class Batches:
             _log.error("batch %s: its end cannot be written: %s", batch.id, error)
 
     async def _validate(self, record: BatchRecord) -> bool:
-        """Check all lines of a batch. Return whether the batch continues."""
+        """Check all lines of a batch's input file, and store the new state of the batch.
+
+        Returns:
+            Whether the batch continues. A batch with errors has ended as failed.
+        """
         batch = record.batch
         if not self._store.has(batch.input_file_id):
             return True

@@ -22,10 +22,16 @@ _metadata_bytes = msgspec.json.encode
 
 
 class Conversation:
-    """Conversation as an ordered set of items. Each response in it adds its items.
+    """Conversation of the API in memory: an ordered set of items, and metadata of the client.
+
+    Responses in the conversation add their input and output items.
 
     Attributes:
         is_running: always False, for `Shares`
+
+    Args:
+        owner: digest of the client's API key, or None.
+        metadata: keys and values of the client.
     """
 
     is_running = False
@@ -41,18 +47,20 @@ class Conversation:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory."""
+        """Estimated memory of the conversation in bytes."""
         overhead = OVERHEAD_BYTES + len(self._items) * ITEM_BYTES
         return self.num_item_bytes + len(_metadata_bytes(self.shown.metadata)) + overhead
 
     def add(self, items: Iterable[dict[str, Any]]) -> None:
-        """Append items in their listed form."""
+        """Append items, given as JSON objects with ids, to the conversation."""
         for item in items:
             self._items[item["id"]] = text = msgspec.json.encode(item)
             self.num_item_bytes += len(text)
 
     def show_new(self, items: Iterable[InputItem]) -> list[dict[str, Any]]:
-        """Return items in their listed form, each with an id that is unique in the conversation.
+        """Return new items as JSON objects, each with an id that is unique in the conversation.
+
+        The items are not added.
 
         Raises:
             InvalidRequest: the conversation would have too many items.
@@ -63,7 +71,7 @@ class Conversation:
         return shown
 
     def remove(self, item_id: str) -> None:
-        """Remove an item.
+        """Remove the item with this id from the conversation.
 
         Raises:
             ApiError: 404, there is no such item.
@@ -72,7 +80,7 @@ class Conversation:
         self.num_item_bytes -= len(self._items.pop(item_id))
 
     def item(self, item_id: str) -> dict[str, Any]:
-        """Return an item in its listed form.
+        """Return the item with this id as a JSON object.
 
         Raises:
             ApiError: 404, there is no such item.
@@ -84,29 +92,30 @@ class Conversation:
 
     @property
     def item_ids(self) -> list[str]:
-        """Ids of the items, the oldest first."""
+        """Ids of the conversation's items, in the order of their addition."""
         return list(self._items)
 
     def input_items(self) -> list[InputItem]:
-        """Return the items as input items of a response."""
+        """Return the conversation's items as `InputItem` objects, the first added item first."""
         return [_item.decode(text) for text in self._items.values()]
 
 
 class ConversationStore(Shares[Conversation]):
-    """Conversations by id, limited in number, bytes and age.
+    """Conversations in memory by owner and id, limited in number, bytes and age.
 
-    `Shares` defines the order of eviction.
-
-    The age counts from the last change. A conversation that is larger than the limit on bytes is
-    not stored, and does not evict others.
+    The age counts from the last change. `Shares` defines the order of eviction. A conversation that
+    is larger than the limit on bytes is not stored, and does not evict others.
 
     Args:
         most: maximum number of conversations, 0 to disable the store.
+        most_bytes: maximum estimated memory of all conversations in bytes.
         seconds: time without a change after which a conversation is evicted.
     """
 
     def keep(self, conversation: Conversation) -> None:
-        """Store a conversation that is new or has changed.
+        """Store a conversation that is new or has changed, and evict others beyond the limits.
+
+        A conversation larger than the limit on bytes is removed instead.
 
         Raises:
             ApiError: 400, the server does not store conversations.
@@ -124,16 +133,23 @@ class ConversationStore(Shares[Conversation]):
         self._trim()
 
     def extend(self, conversation: Conversation, items: Iterable[dict[str, Any]]) -> None:
-        """Append items to a conversation, unless it was evicted or deleted in the meantime."""
+        """Append items to a conversation, unless it was evicted or deleted in the meantime.
+
+        The items are JSON objects with ids.
+        """
         if self.entry(conversation.owner, conversation.shown.id) is conversation:
             conversation.add(items)
             self.keep(conversation)
 
     def get(self, name: str, owner: str | None, parameter: str = "conversation_id") -> Conversation:
-        """Return the conversation with an id.
+        """Return the conversation with the id `name` that belongs to an owner.
+
+        Args:
+            owner: digest of the client's API key, or None.
+            parameter: name of the request's field or argument with the id, for the error.
 
         Raises:
-            ApiError: 404, this client has no such object.
+            ApiError: 404, this client has no such conversation.
         """
         self._trim()
         conversation = self.entry(owner, name)
@@ -143,7 +159,7 @@ class ConversationStore(Shares[Conversation]):
         return conversation
 
     def forget(self, conversation: Conversation) -> None:
-        """Remove a conversation if it is stored."""
+        """Remove a conversation from the store, if it is stored."""
         if self.pop(conversation.owner, conversation.shown.id) is not None:
             self.count(conversation.owner, -conversation.counted)
 

@@ -24,14 +24,14 @@ _ID = re.compile(r"(file|batch)[-_][0-9a-f]{32}", re.ASCII)
 
 
 class FileRecord(msgspec.Struct):
-    """File and API key of its owner, stored on disk beside the content."""
+    """Description of a stored file, and the digest of its owner's API key (None without keys)."""
 
     file: FileObject
     owner: str | None
 
 
 def write_record(path: Path, record: msgspec.Struct) -> None:
-    """Replace a record atomically: readers see the old or the new one, even after a crash."""
+    """Write a record to a JSON file. The file has the old or the new record, even after a crash."""
     fresh = path.with_suffix(".new")
     with fresh.open("wb") as file:
         file.write(msgspec.json.encode(record))
@@ -41,7 +41,7 @@ def write_record(path: Path, record: msgspec.Struct) -> None:
 
 
 def read_records(folder: Path, kind: type[T]) -> dict[str, T]:
-    """Return the records of a folder by id. Other files in it are ignored."""
+    """Return the records of type `kind` in a folder by id. An unreadable record raises OSError."""
     records: dict[str, T] = {}
     for path in sorted(folder.glob("*.json")):
         if _ID.fullmatch(path.stem):
@@ -53,18 +53,18 @@ def read_records(folder: Path, kind: type[T]) -> dict[str, T]:
 
 
 def may_see(owner: str | None, client: str | None) -> bool:
-    """Return whether a client may see an object of an owner."""
+    """Return whether a client may see an owner's object: they are equal, or one of them is None."""
     return owner is None or client is None or owner == client
 
 
 class FileStore:
-    """Files by id. Names on disk are generated ids. The client's file name is only a label.
+    """Uploaded files and outputs of batches, stored by id in the folder of the setting `files_dir`.
 
-    Each key has an equal share of every limit. Files of keys that no longer exist reduce the space
-    of all.
+    Files on disk are named by their ids. Each API key has an equal share of every limit. Files of
+    keys that no longer exist reduce the space of all.
 
     Raises:
-        OSError: the folder cannot be used, or another server uses it.
+        OSError, InvalidRequest: the folder cannot be used, or another server uses it.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -88,20 +88,20 @@ class FileStore:
         self.uploads: Counter[str | None] = Counter()
 
     def close(self) -> None:
-        """Release the lock on the folder."""
+        """Release the lock on the store's folder."""
         os.close(self._lock)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, of uploads in progress, and of the answers of batches so far."""
+        """Number of bytes of all stored files, of uploads in progress and of batch answers."""
         return self._bytes.total()
 
     def count(self, owner: str | None, num_bytes: int) -> None:
-        """Add `num_bytes` to the bytes that an owner holds."""
+        """Add `num_bytes`, which may be negative, to the number of bytes that an owner holds."""
         self._bytes[owner] += num_bytes
 
     def path(self, name: str) -> Path:
-        """Return the path of a file's content."""
+        """Return the path at which the content of the file with the id `name` is stored."""
         assert _ID.fullmatch(name)
         return self._files / f"{name}.data"
 
@@ -109,10 +109,10 @@ class FileStore:
         return name in self._records
 
     def get(self, name: str, client: str | None, parameter: str = "file_id") -> FileRecord:
-        """Return a file that a client may see.
+        """Return the record of the file with the id `name`, if the client may see it.
 
         Raises:
-            ApiError: 404, there is no such file.
+            ApiError: 404, there is no such file. The error names `parameter`.
         """
         self.expire()
         record = self._records.get(name)
@@ -121,28 +121,28 @@ class FileStore:
         return record
 
     def list(self, client: str | None, purpose: str | None) -> list[FileObject]:
-        """Return the files that a client may see, the oldest first."""
+        """Return the files of a purpose (None for any) that a client may see, the oldest first."""
         self.expire()
         files = [r.file for r in self._records.values() if may_see(r.owner, client)]
         files = [file for file in files if purpose in (None, file.purpose)]
         return sorted(files, key=lambda file: (file.created_at, file.id))
 
     def remove(self, name: str) -> None:
-        """Delete a file. Processes that have it open can continue to read it."""
+        """Delete the file with the id `name`. Processes that have it open can still read it."""
         record = self._records.pop(name)
         self.count(record.owner, -record.file.bytes)
         self.path(name).unlink(missing_ok=True)
         self.path(name).with_suffix(".json").unlink(missing_ok=True)
 
     def expire(self) -> None:
-        """Delete expired files."""
+        """Delete the files whose time of expiry has passed."""
         now = time.time()
         for name, record in list(self._records.items()):
             if record.file.expires_at is not None and record.file.expires_at <= now:
                 self.remove(name)
 
     def room(self, owner: str | None) -> int:
-        """Return the number of bytes that an owner may still store."""
+        """Return the number of bytes that an owner may still store, by its share and the total."""
         most = self.config.max_files_bytes
         return min(self.config.share(most) - self._bytes[owner], most - self.num_bytes)
 
@@ -150,7 +150,8 @@ class FileStore:
         """Check that an owner may store `num_bytes` more.
 
         Raises:
-            ApiError: 413, the limit of the owner, or of all together, would be exceeded.
+            ApiError: 413, the owner's share or the limit on the bytes of all files would be
+                exceeded.
         """
         if num_bytes <= self.room(owner):
             return
@@ -164,7 +165,7 @@ class FileStore:
         """Check that an owner may store one more file.
 
         Raises:
-            ApiError: 413, the limit of the owner, or of all together, is reached.
+            ApiError: 413, the owner's share or the limit on the number of all files is reached.
         """
         self.expire()
         most = self.config.max_files
@@ -176,7 +177,7 @@ class FileStore:
             raise ApiError(413, f"{whose} keeps at most {most} files: delete some", "file")
 
     def note(self, source: Path, file: FileObject, owner: str | None) -> FileRecord:
-        """Write the record of a file whose content is elsewhere in the folder. It is thread-safe.
+        """Write and return the record of `file`, whose content is at `source`. Thread-safe.
 
         Raises:
             OSError: the disk is full, for example.
@@ -188,20 +189,16 @@ class FileStore:
         return record
 
     def adopt(self, source: Path, record: FileRecord) -> None:
-        """Add a file whose record `note` has written, by moving its content.
-
-        Raises:
-            OSError: the disk failed.
-        """
+        """Move a file at `source` into the store with its record from `note`, or raise OSError."""
         source.replace(self.path(record.file.id))
         self._records[record.file.id] = record
         self.count(record.owner, record.file.bytes)
 
     def receive(self, owner: str | None = None) -> Upload:
-        """Begin an upload of an owner.
+        """Return a new upload of an owner. Entering it as a context begins the upload.
 
         Raises:
-            ApiError: there is no room for it now.
+            ApiError: 429, too many uploads are in progress. 413, the owner has no room for a file.
         """
         most = self.config.share(MAX_UPLOADS)
         if self.uploads[owner] >= most:
@@ -217,7 +214,7 @@ class FileStore:
 
 
 class Upload:
-    """File upload in progress, a context manager. Unless `keep` is called, the file is deleted."""
+    """File upload in progress: a context manager that deletes the file unless `keep` was called."""
 
     def __init__(self, store: FileStore, owner: str | None, path: Path) -> None:
         self._store = store
@@ -242,10 +239,10 @@ class Upload:
         self._path.unlink(missing_ok=True)
 
     def write(self, data: bytes) -> None:
-        """Append bytes.
+        """Append bytes to the uploaded file, and count them for its owner.
 
         Raises:
-            ApiError: 413, the file, or all files together, would be too large.
+            ApiError: 413, the file would be too large, or the owner or the store has no room.
         """
         assert self._file is not None
         most = self._store.config.max_file_bytes
@@ -257,7 +254,7 @@ class Upload:
         self._file.write(data)
 
     def flush(self, file: FileObject) -> None:
-        """Write content and record to the disk and wait for it. It is thread-safe.
+        """Write the content, and a record with the description `file`, to the disk. Thread-safe.
 
         Raises:
             OSError: the disk is full, for example.
@@ -268,7 +265,7 @@ class Upload:
         self._record = self._store.note(self._path, file, self._owner)
 
     def keep(self) -> FileObject:
-        """Add the flushed file to the store, and return it."""
+        """Move the file into the store after `flush` has written it, and return its description."""
         assert self._record is not None
         self._store.adopt(self._path, self._record)
         return self._record.file
@@ -277,7 +274,10 @@ class Upload:
 def new_file(
     filename: str, purpose: str, seconds: int | None, name: str | None = None
 ) -> FileObject:
-    """Return the description of a new, empty file, which expires after some seconds or never."""
+    """Return the description of an empty file, with a new id unless `name` is given.
+
+    It expires after `seconds`, or never if they are None.
+    """
     now = int(time.time())
     return FileObject(
         id=name or f"file-{uuid4().hex}",

@@ -20,13 +20,13 @@ _items = msgspec.json.Decoder(list[InputItem])
 
 
 class _Output(msgspec.Struct):
-    """Output items of a response."""
+    """Output items of a response object, decoded from the object's JSON."""
 
     output: list[InputItem]
 
 
 class _OutputText(msgspec.Struct):
-    """Output items of a response as JSON text."""
+    """Output items of a response object, as undecoded JSON."""
 
     output: msgspec.Raw
 
@@ -36,7 +36,15 @@ _answer_text = msgspec.json.Decoder(_OutputText)
 
 
 class Turn:
-    """Response with the input that it answers. The turn before it is its parent."""
+    """A response of the API in memory, with the input items that it answers.
+
+    Args:
+        response_id: id of the response.
+        owner: digest of the client's API key, or None.
+        parent: turn of the previous response that this response continues, or None.
+        items: input items as JSON objects with ids.
+        response: the response object as JSON.
+    """
 
     def __init__(
         self,
@@ -70,32 +78,35 @@ class Turn:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory, without the parents."""
+        """Estimated memory of a stored response with its input, in bytes, without its parents."""
         return len(self.input) + len(self.response) + self._event_bytes + OVERHEAD_BYTES
 
     @property
     def num_item_bytes(self) -> int:
-        """Size of the input and output items, which a continuing request reads."""
+        """Bytes of JSON of the response's input and output items, for requests that continue it."""
         return len(self.input) + len(_answer_text.decode(self.response).output)
 
     @property
     def is_running(self) -> bool:
-        """Return whether the response is still being generated."""
+        """Whether the response is still being generated."""
         return self.cancel is not None
 
     def append(self, events: list[bytes]) -> None:
-        """Append events of the stream, and wake its readers."""
+        """Append events to the stored stream of the response, and wake the readers in `wait`.
+
+        The events are dropped if the response stores no stream.
+        """
         if self.events is not None:
             self.events += events
             self._event_bytes += sum(map(len, events))
         self.notify()
 
     def drop_events(self) -> None:
-        """Discard the events of the stream, including future ones."""
+        """Discard the stored events of the response's stream. Later events are not stored."""
         self.events, self._event_bytes = None, 0
 
     def notify(self) -> None:
-        """Wake the tasks in `wait`."""
+        """Wake all tasks that wait in `wait` for events or the end of the response."""
         self._news.set()
         self._news = asyncio.Event()
 
@@ -104,7 +115,7 @@ class Turn:
         await self._news.wait()
 
     def lineage(self) -> list[Turn]:
-        """Return the chain of turns that ends with this one, the first turn first."""
+        """Return the responses that this one continues, the first one first, and finally itself."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -113,24 +124,26 @@ class Turn:
         return turns[::-1]
 
     def input_items(self) -> list[dict[str, Any]]:
-        """Return the input items in their listed form."""
+        """Return the input items that the response answers, as JSON objects with ids."""
         return msgspec.json.decode(self.input)
 
     def own_items(self) -> Iterator[InputItem]:
-        """Yield the input items and the output items."""
+        """Yield the response's input items, then its output items, without items of its parents."""
         yield from _items.decode(self.input)
         yield from _answer.decode(self.response).output
 
 
 class ResponseStore(Shares[Turn]):
-    """Responses by id, limited in number, bytes and age. `Shares` defines the order of eviction.
+    """Responses in memory by owner and id, limited in number, bytes and age.
 
-    A running response is not evicted. An evicted turn that later turns continue still counts, since
-    it is their beginning. A response that is larger than the limit on bytes is removed when it has
-    ended, and does not evict others.
+    `Shares` defines the order of eviction. A running response is not evicted. The bytes of an
+    evicted turn count while stored turns continue it. A response that is larger than the limit on
+    bytes is removed when it has ended, and does not evict others.
 
     Args:
         most: maximum number of responses, 0 to disable the store.
+        most_bytes: maximum estimated memory of all responses in bytes.
+        seconds: age after which a response is evicted.
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
@@ -138,7 +151,10 @@ class ResponseStore(Shares[Turn]):
         self._by_item: dict[tuple[str | None, str], Turn] = {}
 
     def add(self, turn: Turn) -> None:
-        """Store a turn, unless it is larger than the limit on bytes."""
+        """Store a new response (a turn), and evict others beyond the limits of the store.
+
+        An ended turn that is larger than the limit on bytes is not stored.
+        """
         self.put(turn.id, turn)
         last: Turn | None = turn
         while last is not None:
@@ -150,7 +166,11 @@ class ResponseStore(Shares[Turn]):
         self.resize(turn)
 
     def resize(self, turn: Turn) -> None:
-        """Count a changed turn again."""
+        """Update the counted bytes of a changed response (a turn), and evict turns if necessary.
+
+        A turn above the limit on bytes loses its events, and is removed if it is still too large
+        and has ended.
+        """
         if turn.num_bytes > self.most_bytes:
             turn.drop_events()
         if turn.holders:
@@ -169,10 +189,14 @@ class ResponseStore(Shares[Turn]):
         turn.counted = size
 
     def get(self, response_id: str, owner: str | None, parameter: str = "response_id") -> Turn:
-        """Return the turn with a response id.
+        """Return the stored response (a turn) with an id that belongs to an owner.
+
+        Args:
+            owner: digest of the client's API key, or None.
+            parameter: name of the request's field or argument with the id, for the error.
 
         Raises:
-            ApiError: 404, this client has no such object.
+            ApiError: 404, this client has no such response.
         """
         self._trim()
         turn = self.entry(owner, response_id)
@@ -184,7 +208,7 @@ class ResponseStore(Shares[Turn]):
         return turn
 
     def remove(self, turn: Turn) -> None:
-        """Remove a turn, and cancel its generation."""
+        """Remove a response (a turn) from the store, and cancel its generation if it is running."""
         if self.entry(turn.owner, turn.id) is turn:
             self._forget(turn)
         if turn.cancel is not None:
@@ -193,10 +217,18 @@ class ResponseStore(Shares[Turn]):
     def find_items(
         self, item_ids: Iterable[str], owner: str | None, most: int
     ) -> dict[str, InputItem]:
-        """Return the items with these ids that are stored and that this client may see.
+        """Return input and output items of an owner's stored responses, by item id.
+
+        Args:
+            item_ids: ids of the requested items.
+            owner: digest of the client's API key, or None.
+            most: maximum number of bytes of the items of the responses.
+
+        Returns:
+            All items of the responses that contain a requested item. Unknown ids are absent.
 
         Raises:
-            InvalidRequest: the responses that contain them take more than `most` bytes.
+            InvalidRequest: the responses have more than `most` bytes of items.
         """
         stored = [self._by_item.get((owner, name)) for name in item_ids]
         turns = {turn.id: turn for turn in stored if turn is not None}

@@ -13,7 +13,7 @@ Owner = str | None
 
 
 class Entry(Protocol):
-    """Entry of `Shares`."""
+    """Interface of objects in `Shares`: owner, start of the age, and whether they must stay."""
 
     owner: Owner  # API key of the client, or None if the server has no keys
 
@@ -29,9 +29,10 @@ E = TypeVar("E", bound=Entry)
 
 
 def over_share(sizes: Mapping[Owner, int], most: int) -> list[Owner]:
-    """Return the owners that exceed an equal share of a limit, the largest holder first.
+    """Return the owners that hold more than an equal share of a limit, the largest holder first.
 
     Args:
+        sizes: number or bytes that each owner holds.
         most: limit on the total. The result is empty while the total is within it.
     """
     if sum(sizes.values()) <= most:
@@ -41,13 +42,15 @@ def over_share(sizes: Mapping[Owner, int], most: int) -> list[Owner]:
 
 
 class Shares(Generic[E]):
-    """Entries by owner and id, limited in number, bytes and age.
+    """Objects in memory by owner and id, limited in number, bytes and age.
 
     If a limit is exceeded, the oldest entry of the largest holder is evicted. An owner within an
-    equal share of a limit does not lose entries to others.
+    equal share of a limit does not lose entries to others. Subclasses add and remove entries.
 
     Args:
         most: maximum number of entries.
+        most_bytes: maximum number of bytes of all entries, as counted with `count`.
+        seconds: age after which an entry is evicted.
     """
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
@@ -62,19 +65,22 @@ class Shares(Generic[E]):
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory of all entries together."""
+        """Estimated memory of all entries of all owners, in bytes."""
         return self._bytes.total()
 
     def entry(self, owner: Owner, name: str) -> E | None:
-        """Return an owner's entry by id, or None."""
+        """Return the entry of an owner with the id `name`, or None if there is none."""
         return self._entries.get(owner, {}).get(name)
 
     def put(self, name: str, entry: E) -> None:
-        """Add an entry as its owner's newest."""
+        """Add an entry under the id `name` as its owner's newest. Its bytes are not counted."""
         self._entries.setdefault(entry.owner, {})[name] = entry
 
     def pop(self, owner: Owner, name: str) -> E | None:
-        """Remove and return an owner's entry by id, or return None."""
+        """Remove and return the entry of an owner with the id `name`, or return None.
+
+        Its bytes stay counted.
+        """
         entries = self._entries.get(owner, {})
         entry = entries.pop(name, None)
         if not entries:
@@ -82,13 +88,16 @@ class Shares(Generic[E]):
         return entry
 
     def count(self, owner: Owner, num_bytes: int) -> None:
-        """Add `num_bytes` to the bytes that an owner holds."""
+        """Add `num_bytes`, which may be negative, to the number of bytes that an owner holds."""
         self._bytes[owner] += num_bytes
         if not self._bytes[owner]:
             del self._bytes[owner]
 
     def leaving(self) -> Iterator[E]:
-        """Yield the entries to evict. The caller must remove each before it requests the next."""
+        """Yield the entries to evict, until the limits are met.
+
+        The caller must remove each entry, and subtract its bytes, before it requests the next.
+        """
         while (entry := self._next()) is not None:
             yield entry
 

@@ -47,7 +47,10 @@ _HEADERS = {
 
 
 class _File:
-    """Static file of the page, held in memory. A browser with a current copy gets status 304."""
+    """Static file of the web page, held in memory, with an endpoint `answer` for GET requests.
+
+    A browser with a current copy gets status 304.
+    """
 
     def __init__(self, path: Path) -> None:
         self._content = path.read_bytes()
@@ -73,7 +76,7 @@ OPEN_PATHS = frozenset(_paths())
 
 
 def routes() -> list[BaseRoute]:
-    """Return the routes of the page's files and of the dashboard's events."""
+    """Return the routes of the playground: its static files, and the events of its dashboard."""
     files: list[BaseRoute] = [
         Route(url_path, _File(path).answer, methods=["GET"]) for url_path, path in _paths().items()
     ]

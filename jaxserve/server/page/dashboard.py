@@ -34,7 +34,7 @@ BLANK, CACHED, SHARED, FIRST_SLOT = range(4)
 
 
 class CompletionRow(msgspec.Struct, array_like=True):
-    """Completion being served, sent as an array in the order of these fields."""
+    """Token counts of one running or waiting completion, sent as a JSON array of its fields."""
 
     slot: int  # slot in which it runs, -1 if it waits
     request: str  # the engine's id of the request
@@ -47,7 +47,10 @@ class CompletionRow(msgspec.Struct, array_like=True):
 
 
 class Pages(msgspec.Struct):
-    """Map of the cache pages."""
+    """Map of the pages of a KV cache, with the numbers of held, shared and cached pages.
+
+    The map is a list of runs: a code for the state of the pages, and a number of cells.
+    """
 
     total: int  # number of pages
     held: int  # pages with a holder
@@ -59,7 +62,7 @@ class Pages(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct):
-    """State of an engine at one time."""
+    """State of an engine for the dashboard: time, statistics, completions, pages, latencies."""
 
     at: float  # seconds on a monotonic clock
     stats: EngineStats
@@ -75,10 +78,7 @@ class Snapshot(msgspec.Struct):
 
 @dataclass
 class _Copy:
-    """Data that must be read between steps.
-
-    The rest of a snapshot is computed on another thread.
-    """
+    """Copy of the engine's data that must be read between two steps, as input of a snapshot."""
 
     stats: EngineStats
     running: list[CompletionRow]
@@ -90,7 +90,10 @@ class _Copy:
 
 
 def _copy(engine: Engine) -> _Copy:
-    """Copy rows and arrays. It runs on the engine's thread, so slower work is done elsewhere."""
+    """Return a copy of an engine's statistics, completions and page arrays.
+
+    It runs on the engine's thread between two steps. Slower work is done elsewhere.
+    """
     slots, scheduler, pool = engine.slots, engine.scheduler, engine.pool
     running = sorted(scheduler.running_sequences(), key=lambda sequence: sequence.slot)
     waiting = heapq.nsmallest(MAX_WAITING, scheduler.waiting, key=scheduler.waiting.rank)
@@ -126,7 +129,9 @@ def _row(sequence: Sequence, num_known: int, num_computed: int) -> CompletionRow
 
 
 def page_map(ref_count: np.ndarray, is_cached: np.ndarray, owner: np.ndarray) -> Pages:
-    """Return the map of the cache pages.
+    """Return the map of the pages of a KV cache, reduced to at most MAX_CELLS cells.
+
+    A cell shows the slot of a page, or that it is shared, cached or blank.
 
     Args:
         ref_count: i32[P], number of holders of each page, without the null page.
@@ -152,7 +157,7 @@ def page_map(ref_count: np.ndarray, is_cached: np.ndarray, owner: np.ndarray) ->
 
 
 def take_snapshot(model: ServedModel) -> Snapshot:
-    """Return a snapshot of a model's engine.
+    """Return a snapshot of the state of a model's engine.
 
     It waits for the step in progress, so it must not run on the event loop.
 
@@ -177,14 +182,17 @@ def take_snapshot(model: ServedModel) -> Snapshot:
 
 
 class Dashboard:
-    """Streams of snapshots. An engine is read once per period for all clients together."""
+    """Endpoint of the dashboard's events. All its clients share the snapshots of an engine.
+
+    The number of open streams is limited to MAX_WATCHERS.
+    """
 
     def __init__(self) -> None:
         self._snapshots: dict[ServedModel, tuple[float, asyncio.Future[bytes]]] = {}
         self._num_watchers = 0
 
     async def events(self, request: Request) -> Response:
-        """Answer GET /dashboard/events?model=NAME with a stream of snapshots.
+        """Endpoint `GET /dashboard/events?model=NAME`: stream snapshots of the model's engine.
 
         Raises:
             ApiError: 404 if there is no such model, 429 if there are too many streams.
@@ -196,7 +204,11 @@ class Dashboard:
         return _Feed(self, model, app)
 
     async def latest(self, model: ServedModel) -> bytes:
-        """Return the event of a snapshot that is at most one period old, shared by all clients."""
+        """Return a server-sent event with a snapshot of a model's engine, as encoded bytes.
+
+        Clients share a snapshot for up to half a period. Then the next call takes a new one on
+        another thread.
+        """
         now = time.monotonic()
         taken, future = self._snapshots.get(model, (-PERIOD, None))
         if future is None or (future.done() and now - taken >= PERIOD / 2):
@@ -205,7 +217,7 @@ class Dashboard:
         return await asyncio.shield(future)
 
     def watch(self, change: int) -> None:
-        """Add `change` to the number of streams."""
+        """Add `change`, 1 or -1, to the number of open streams."""
         self._num_watchers += change
 
 
@@ -214,7 +226,10 @@ def _event_of(model: ServedModel) -> bytes:
 
 
 class _Feed(Response):
-    """Streaming response of snapshots, until the client disconnects or the server stops."""
+    """Streaming response with a snapshot of an engine per period, as server-sent events.
+
+    It ends when the client disconnects or the server stops. An error is sent as the last event.
+    """
 
     def __init__(self, dashboard: Dashboard, model: ServedModel, app: App) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})

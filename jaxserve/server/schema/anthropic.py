@@ -15,7 +15,7 @@ _BILLING = "x-anthropic-billing-header"
 
 
 class DocumentSource(msgspec.Struct, kw_only=True):
-    """Source of a document. Only text in the request is served."""
+    """Source of a document in a message. Only sources of types text and content can be read."""
 
     type: str
     data: str | None = None
@@ -23,17 +23,20 @@ class DocumentSource(msgspec.Struct, kw_only=True):
 
     @property
     def is_text(self) -> bool:
-        """Return whether the request contains the document as text."""
+        """Whether the request contains the document as text."""
         return self.type in ("text", "content")
 
     @property
     def words(self) -> str:
-        """Text of the document."""
+        """Text of the document, "" if it has none."""
         return (self.data or "") if self.type == "text" else _text(self.content, "\n")
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):
-    """Block of a message's content; `_text_of` lists the types with text."""
+    """Block of the content of a message: text, thoughts, a tool call, a tool result, or a document.
+
+    `_text_of` lists the types whose text the model can read.
+    """
 
     type: str
     text: str | None = None
@@ -76,21 +79,21 @@ class ThinkingOptions(msgspec.Struct, kw_only=True):
 
 
 class JsonOutput(msgspec.Struct, kw_only=True):
-    """JSON schema of an answer."""
+    """Output format of an answer: a JSON schema."""
 
     type: Literal["json_schema"] = "json_schema"
     schema: dict[str, Any] | None = None
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """Effort and format of an answer."""
+    """Reasoning effort and output format of an answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonOutput | None = None
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/messages/count_tokens.
+    """Body of POST /v1/messages/count_tokens: a conversation with tools and output format.
 
     `context_management` has no effect: the whole conversation is used as it was sent.
     """
@@ -112,7 +115,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """Body of POST /v1/messages."""
+    """Body of POST /v1/messages: a conversation and sampling settings for the answer."""
 
     max_tokens: int
     n_predict: int | None = None
@@ -126,13 +129,13 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 class CountedContext(msgspec.Struct):
-    """Number of tokens of a conversation before any of it is removed."""
+    """Number of tokens of a conversation before context management removes any of its messages."""
 
     original_input_tokens: int
 
 
 class CountResponse(msgspec.Struct):
-    """Answer of POST /v1/messages/count_tokens."""
+    """Answer of POST /v1/messages/count_tokens: the number of prompt tokens."""
 
     input_tokens: int
     context_management: CountedContext | msgspec.UnsetType = msgspec.UNSET
@@ -164,7 +167,7 @@ class MessagesUsage(msgspec.Struct, kw_only=True):
 
 
 class MessagesResponse(msgspec.Struct, kw_only=True):
-    """Answer of POST /v1/messages."""
+    """Complete (not streamed) answer of POST /v1/messages."""
 
     id: str
     model: str
@@ -178,12 +181,13 @@ class MessagesResponse(msgspec.Struct, kw_only=True):
 
 
 def as_chat(body: CountRequest) -> openai.ChatRequest:
-    """Return the chat request that corresponds to a messages request.
+    """Convert a request of Anthropic's messages API to the equivalent chat request.
 
-    If the last message is text of the assistant, the answer continues it.
+    If the last message is text of the assistant, the answer continues that message.
 
     Raises:
-        InvalidRequest: a block is not served.
+        InvalidRequest: a tool, a tool call, the thinking budget or the output format is invalid or
+            not supported.
     """
     messages: list[openai.ChatMessage] = []
     if body.system is not None:
@@ -218,7 +222,9 @@ def as_chat(body: CountRequest) -> openai.ChatRequest:
 
 
 def output_field(body: CountRequest) -> str:
-    """Return the name of the field with the output format."""
+    """Return the name of the request field that contains the output format: output_format if it is
+    set, otherwise output_config.
+    """
     return "output_format" if body.output_format is not None else "output_config"
 
 
@@ -299,10 +305,10 @@ def _part(block: ContentBlock) -> openai.ContentPart:
 
 
 def _text_of(block: ContentBlock) -> str | None:
-    """Return the words of a content block, or None if it has none.
+    """Return the text of a content block, or None for a type without text.
 
-    Words are the text of a text block, the tool name of a tool_reference, the content of a
-    compaction, and, with their titles, search results and documents whose source is text.
+    It is the text of a text block, the tool name of a tool_reference, the content of a compaction,
+    and, after their titles, the text of search results and of documents whose source is text.
     """
     source = block.source
     words = None
@@ -320,7 +326,13 @@ def _text_of(block: ContentBlock) -> str | None:
 
 
 def _chat_messages(message: InputMessage) -> list[openai.ChatMessage]:
-    """Return the chat messages of a message. Results of tools become messages before the rest."""
+    """Convert a message of Anthropic's API to chat messages.
+
+    Each tool result becomes a message of its own, before the message with the other content.
+
+    Raises:
+        InvalidRequest: a tool_use block has no name.
+    """
     if message.role == "system":
         text = _system_text(message.content)
         return [openai.ChatMessage(role="system", content=text)] if text else []
@@ -352,9 +364,9 @@ def _chat_messages(message: InputMessage) -> list[openai.ChatMessage]:
 
 
 def merged_system(chat: openai.ChatRequest) -> openai.ChatRequest:
-    """Return a chat request with all system messages joined into the first message.
+    """Return a copy of a chat request whose system messages are joined into one at the beginning.
 
-    Some templates accept only one system message, at the beginning.
+    Some chat templates accept only one system message, at the beginning.
     """
     texts = [str(message.content or "") for message in chat.messages if message.role == "system"]
     rest = [message for message in chat.messages if message.role != "system"]

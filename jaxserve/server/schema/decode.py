@@ -31,7 +31,7 @@ _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 def without_half_pairs(body: bytes) -> bytes:
-    """Return JSON with U+FFFD for each single half of a surrogate pair.
+    """Return JSON text with U+FFFD in place of each escaped single half of a surrogate pair.
 
     Clients cut texts within a character beyond U+FFFF, and send the half with every later request.
     """
@@ -39,13 +39,17 @@ def without_half_pairs(body: bytes) -> bytes:
 
 
 def parse_json(body: bytes, max_depth: int, max_nodes: int) -> Any:
-    """Decode a JSON body in UTF-8.
+    """Decode the JSON body of a request strictly, and return its value.
 
-    The limits `max_depth` and `max_nodes` (number of values) are checked before decoding. NaN,
-    numbers out of range, lone surrogates and repeated names are refused too.
+    The body must be UTF-8. NaN, numbers out of range, lone surrogates and repeated names in an
+    object are refused.
+
+    Args:
+        max_depth: maximum nesting of lists and objects, checked before decoding.
+        max_nodes: maximum number of JSON values, checked before decoding.
 
     Raises:
-        ApiError: 400.
+        ApiError: the body is invalid or exceeds a limit (status 400).
     """
     frame = _STRING.sub(b'""', body)
     if frame.count(b",") + frame.count(b"[") + frame.count(b"{") > max_nodes:
@@ -81,10 +85,11 @@ def _count_names(value: Any) -> int:
 
 
 def to_schema(value: Any, schema: type[T]) -> T:
-    """Convert a decoded document to a Struct.
+    """Convert a decoded JSON value to a msgspec Struct, and return it.
 
     Raises:
-        ApiError: 400, the message names the field of the wrong type.
+        ApiError: a field is missing or has the wrong type, or the value is nested too deeply
+            (status 400).
     """
     try:
         return msgspec.convert(value, schema)
@@ -103,10 +108,11 @@ MAX_DEPTH = 64
 
 
 def given_arguments(arguments: Any) -> dict[str, Any] | str:
-    """Return the arguments of a call as an object, or as text if they are not a JSON object.
+    """Return the arguments of a tool call as an object, or as text if they are not a JSON object.
 
-    `max_tokens` may cut arguments, and models may write lists and bare values. Clients send these
-    back with every later request. An object nested too deeply for templates also becomes text.
+    A token limit may cut arguments, and models may write lists and bare values. Clients send such
+    arguments back with every later request. An object nested too deeply for templates also becomes
+    text.
 
     Args:
         arguments: object, JSON text, incomplete JSON text, another JSON value, or None for no
@@ -121,20 +127,26 @@ def given_arguments(arguments: Any) -> dict[str, Any] | str:
 
 
 def arguments_text(arguments: Any) -> str:
-    """Return arguments as text, the form that the API defines."""
+    """Return the arguments of a tool call as JSON text. Text is returned unchanged, and None is
+    "{}".
+    """
     if isinstance(arguments, str):
         return arguments
     return "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
 
 
 def custom_arguments(arguments: Any) -> str:
-    """Return the input of a custom tool's call as the JSON arguments of a function."""
+    """Return the JSON arguments of the function that represents a custom tool: {"input": text}.
+
+    Args:
+        arguments: input of the call of the custom tool, None for no input.
+    """
     text = "" if arguments is None else arguments_text(arguments)
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def read_object(text: str) -> dict[str, Any] | None:
-    """Parse a JSON object. Return None if the text is not one.
+    """Parse JSON text and return its object, or None if the text is not a JSON object.
 
     Half of a surrogate pair, which JSON can escape and UTF-8 cannot encode, becomes U+FFFD.
     """
@@ -146,7 +158,7 @@ def read_object(text: str) -> dict[str, Any] | None:
 
 
 def is_within(value: Any, depth: int) -> bool:
-    """Return whether a JSON value is nested at most `depth` levels deep."""
+    """Return whether a JSON value is nested at most `depth` levels deep. A scalar is one level."""
     level = [value]
     for _ in range(depth):
         level = [

@@ -29,12 +29,14 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """Refusal or failure as the client sees it.
+    """Error response of the HTTP API: the status code, and the fields of the body.
 
     Args:
+        status: HTTP status code.
         message: error and allowed values, cut to `MAX_MESSAGE_CHARS`.
-        param: field that caused the error, or None.
+        param: request field that caused the error, or None.
         code: machine-readable name of the error.
+        headers: additional HTTP headers of the response.
     """
 
     def __init__(
@@ -55,7 +57,10 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """Return the error object. Anthropic's client reads the `type` beside it."""
+        """Return the body of the error response as a dict, in OpenAI's form.
+
+        The `type` beside the error object is for Anthropic's client.
+        """
         return {
             "type": "error",
             "error": {
@@ -68,20 +73,25 @@ class ApiError(Exception):
 
 
 def too_busy(message: str, code: str, seconds: float) -> ApiError:
-    """Return a 429 refusal. The client may retry after `seconds`."""
+    """Return an error response with status 429, which tells the client to retry after `seconds`."""
     return ApiError(429, message, code=code, headers={"retry-after": str(max(1, round(seconds)))})
 
 
 def too_many_connections() -> ApiError:
-    """Return a 503 refusal for a connection beyond the limit, which may only read /health."""
+    """Return an error response with status 503, for a connection beyond the limit on
+    connections.
+    """
     return ApiError(503, "too many connections", code="too_many_connections")
 
 
 def as_api_error(error: Exception, renamed: Mapping[str, str] | None = None) -> ApiError:
-    """Return the error answer for an exception, without internals of the server.
+    """Convert an exception to the error response for the client, without internals of the server.
+
+    An unknown exception becomes status 500 with the message "internal error".
 
     Args:
-        renamed: names of fields in this endpoint by their engine names; see `EndpointRequest`.
+        renamed: names of request fields in the API of the endpoint, by the engine's names. They
+            replace the engine's names in `param` and at the start of the message.
     """
     problem = _translated(error)
     name = (renamed or {}).get(problem.param or "")

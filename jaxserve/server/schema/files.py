@@ -10,7 +10,9 @@ BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/response
 
 
 class FileObject(msgspec.Struct, kw_only=True):
-    """File. Its `filename` is only a label."""
+    """Description of a stored file in the files API. `filename` is a label without a meaning to the
+    server.
+    """
 
     id: str
     bytes: int
@@ -24,7 +26,7 @@ class FileObject(msgspec.Struct, kw_only=True):
 
 
 class DeletedFile(msgspec.Struct):
-    """Answer of DELETE /v1/files/{file_id}."""
+    """Answer of DELETE /v1/files/{file_id}, which confirms the deletion."""
 
     id: str
     object: str = "file"
@@ -32,7 +34,7 @@ class DeletedFile(msgspec.Struct):
 
 
 class FileList(msgspec.Struct):
-    """Answer of GET /v1/files."""
+    """Answer of GET /v1/files: one page of the list of files."""
 
     data: list[FileObject]
     first_id: str | None
@@ -47,7 +49,7 @@ class ExpiresAfter(msgspec.Struct):
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/batches."""
+    """Body of POST /v1/batches, which starts a batch of requests from an input file."""
 
     input_file_id: str
     endpoint: BatchEndpoint
@@ -57,7 +59,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
 
 
 class BatchProblem(msgspec.Struct):
-    """Invalid line, or another reason for the failure of a batch."""
+    """Error in a batch: an invalid line of its input file, or another reason for its failure."""
 
     code: str
     message: str
@@ -85,7 +87,7 @@ class ReasoningTokens(msgspec.Struct):
 
 
 class BatchUsage(msgspec.Struct):
-    """Token counts of a batch, summed over all answers."""
+    """Token counts of a batch, summed over the answers to all of its requests."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -95,9 +97,9 @@ class BatchUsage(msgspec.Struct):
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """Batch of requests from an input file, as the API shows it.
+    """Batch of requests from an input file, as the batches API describes it.
 
-    Times are seconds since 1970.
+    Times are integer seconds since 1970.
     """
 
     id: str
@@ -125,7 +127,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
 
 class BatchList(msgspec.Struct):
-    """Answer of GET /v1/batches."""
+    """Answer of GET /v1/batches: one page of the list of batches."""
 
     data: list[Batch]
     first_id: str | None
@@ -135,7 +137,9 @@ class BatchList(msgspec.Struct):
 
 
 class AnswerUsage(msgspec.Struct):
-    """Token counts of an answer, under the names of all endpoints."""
+    """Token counts in an answer of any endpoint. Each count has a field per name that endpoints
+    use.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -148,13 +152,16 @@ class AnswerUsage(msgspec.Struct):
 
 
 class AnswerCounts(msgspec.Struct):
-    """Token counts in the body of an answer."""
+    """Body of an answer of any endpoint, from which only the token counts are decoded."""
 
     usage: AnswerUsage | None = None
 
 
 def add_usage(total: BatchUsage, body: bytes) -> None:
-    """Add the token counts of an answer to `total`."""
+    """Add the token counts in the JSON body of an answer to the counts `total` of its batch.
+
+    A body without readable token counts changes nothing.
+    """
     try:
         usage = msgspec.json.decode(body, type=AnswerCounts).usage
     except msgspec.MsgspecError:

@@ -16,7 +16,7 @@ from jaxserve.structured import StructuredOutputsParams
 class GenerateRequest(msgspec.Struct, kw_only=True):
     """Body of POST /inference/v1/generate, and answer of the endpoints that render prompts.
 
-    `sampling_params` contains fields of vLLM's `SamplingParams`.
+    The prompt is given as token ids. `sampling_params` has fields of vLLM's `SamplingParams`.
     """
 
     token_ids: list[int]
@@ -32,7 +32,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
 
 class ScoredToken(msgspec.Struct):
-    """Log-probability of a token. The most likely token has `rank` 1."""
+    """Id, log-probability and rank of a token. The most likely token has rank 1."""
 
     token_id: int
     logprob: float
@@ -40,19 +40,22 @@ class ScoredToken(msgspec.Struct):
 
 
 class DrawnToken(ScoredToken):
-    """Log-probabilities of a generated token and of the most likely tokens."""
+    """Log-probability of a generated token, and the most likely tokens at its position."""
 
     top_logprobs: list[ScoredToken] = []
 
 
 class GenerateLogprobs(msgspec.Struct):
-    """Log-probabilities of a completion, one entry per token."""
+    """Log-probabilities of a completion of the generate endpoint, one entry per generated token."""
 
     content: list[DrawnToken]
 
 
 class GenerateChoice(msgspec.Struct):
-    """Completion as token ids, complete or the new part of it, and as text if requested."""
+    """One completion in an answer of the generate endpoint: token ids, and text if requested.
+
+    In a stream, it contains the new part of the completion.
+    """
 
     index: int
     token_ids: list[int]
@@ -63,7 +66,7 @@ class GenerateChoice(msgspec.Struct):
 
 
 class GenerateResponse(msgspec.Struct):
-    """Answer of POST /inference/v1/generate, complete or one event of its stream."""
+    """Answer of POST /inference/v1/generate: a complete one, or one event of a stream."""
 
     request_id: str
     choices: list[GenerateChoice]
@@ -76,10 +79,14 @@ class GenerateResponse(msgspec.Struct):
 
 
 def rendered(request: Request, request_id: str, body: Sampling) -> GenerateRequest:
-    """Return the body of a generate request that generates the same as an engine request.
+    """Return the body of a request to /inference/v1/generate that generates the same as an engine
+    request.
+
+    All sampling parameters are written out, so that no defaults of a checkpoint apply.
 
     Args:
-        request: engine request, made from `body`.
+        request: engine request that was made from `body`.
+        body: body of the original request, which has the model name, cache salt and priority.
     """
     prompt = request.prompt_token_ids.tolist()
     # All settings, since unset ones would use the checkpoint's recommendations.

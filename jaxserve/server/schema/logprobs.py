@@ -16,7 +16,11 @@ LEAST = -9999.0
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities of the tokens of a completion, and of its prompt if that is echoed."""
+    """Log-probabilities in an answer of the completions API: parallel lists with one entry per
+    token.
+
+    The tokens are those of the completion, after those of the prompt if it is echoed.
+    """
 
     text_offset: list[int]  # index in the text of the first complete character of each token
     token_logprobs: list[float | None]
@@ -38,7 +42,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Log-probabilities of the tokens of a message."""
+    """Log-probabilities of the generated tokens of a chat message, one entry per token."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -51,7 +55,9 @@ class PromptLogprob(msgspec.Struct):
 
 
 class TokenScores(NamedTuple):
-    """Scores of one token: its own, and the most likely tokens with their scores, best first."""
+    """Log-probability and rank of one token, and the most likely tokens at its position, best
+    first.
+    """
 
     token: int
     logprob: float
@@ -60,13 +66,22 @@ class TokenScores(NamedTuple):
 
     @property
     def whole(self) -> list[tuple[int, float]]:
-        """Alternatives, preceded by the token itself if it is not among them."""
+        """Most likely tokens with their log-probabilities, after the token itself if it is not
+        among them.
+        """
         is_among = any(token == self.token for token, _ in self.best)
         return self.best if is_among else [(self.token, self.logprob), *self.best]
 
 
 def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[TokenScores]:
-    """Yield the scores of each token."""
+    """Yield the log-probability, rank and most likely tokens of each token as `TokenScores`.
+
+    Log-probabilities below -9999 become -9999, since JSON has no infinity.
+
+    Args:
+        token_ids: ids of the scored tokens.
+        scores: arrays of scores for successive groups of these tokens.
+    """
     ids = iter(token_ids)
     for piece in scores:
         columns = (
@@ -80,16 +95,18 @@ def rows(token_ids: Iterable[int], scores: Iterable[TokenLogprobs]) -> Iterator[
 
 
 def shown(width: int) -> int | None:
-    """Return a number of alternatives as the end of a slice: None for -1, which means all."""
+    """Convert the requested number of alternatives to the end of a slice: None for -1, which means
+    all.
+    """
     return None if width < 0 else width
 
 
 class TokenTexts:
-    """Texts of tokens as answers spell them.
+    """Texts and bytes of single tokens, as log-probabilities in answers spell the tokens.
 
     Args:
-        tokenizer: tokenizer, or None to spell tokens like `token_id:5`.
-        as_ids: True to spell tokens like that in any case.
+        tokenizer: tokenizer of the model, or None to spell all tokens like `token_id:5`.
+        as_ids: True to spell tokens like `token_id:5` even with a tokenizer.
     """
 
     def __init__(self, tokenizer: Any, as_ids: bool) -> None:
@@ -108,21 +125,25 @@ class TokenTexts:
         return text
 
     def data(self, token: int) -> bytes:
-        """Return the bytes of a token, b"" without a tokenizer."""
+        """Return the UTF-8 bytes of a token, b"" without a tokenizer."""
         return b"" if self._bytes is None else self._bytes.token_bytes(token)
 
     def is_shown(self, token: int, skip_special_tokens: bool) -> bool:
-        """Return whether a token is part of the text."""
+        """Return whether a token is part of an answer's text.
+
+        It is, unless it is a special token and `skip_special_tokens` is True.
+        """
         special = self._bytes is not None and token in self._bytes.special_ids
         return not (special and skip_special_tokens)
 
     def chat(
         self, token_ids: Iterable[int], scores: Iterable[TokenLogprobs], with_own: bool = False
     ) -> list[TokenLogprob]:
-        """Return the log-probabilities of tokens in the form of chat completions and responses.
+        """Return the log-probabilities of tokens in the form of the chat and responses APIs.
 
         Args:
-            with_own: True to always include a token among its alternatives.
+            scores: arrays of scores for successive groups of the tokens.
+            with_own: True to put a token at the head of its alternatives if it is not one of them.
         """
         return [
             TokenLogprob(
@@ -140,9 +161,13 @@ class TokenTexts:
     def prompt(
         self, token_ids: Listing[int], scores: TokenLogprobs | None, width: int | None
     ) -> list[dict[int, PromptLogprob] | None] | None:
-        """Return the log-probabilities of a prompt by token id, with None for its first token.
+        """Return the log-probabilities at each position of a prompt, as a mapping from token id.
 
-        Without scores or `width`, return None.
+        The entry of the first position is None. Without scores or without `width`, return None.
+
+        Args:
+            token_ids: ids of all prompt tokens.
+            width: number of alternatives beside the prompt's own token, -1 for all.
         """
         if scores is None or width is None:
             return None
@@ -156,7 +181,10 @@ class TokenTexts:
 
 
 class CompletionTokens:
-    """Log-probabilities of the tokens of one completion, converted as the tokens arrive."""
+    """Incremental conversion of the log-probabilities of one completion to the form of its API.
+
+    It keeps the text offset from one group of tokens to the next.
+    """
 
     def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:
         self._texts = texts
@@ -167,7 +195,12 @@ class CompletionTokens:
     def prompt(
         self, token_ids: Listing[int], scores: TokenLogprobs, width: int
     ) -> CompletionLogprobs:
-        """Return the prompt's log-probabilities (None for its first token)."""
+        """Return the log-probabilities of an echoed prompt, None for its first token.
+
+        Args:
+            token_ids: ids of all prompt tokens.
+            width: number of alternatives per token, -1 for all.
+        """
         answer = CompletionLogprobs([], [], [], [])
         self._append(answer, token_ids[0], None, None)
         for row in rows(token_ids[1:], [scores]):
@@ -177,7 +210,12 @@ class CompletionTokens:
     def drawn(
         self, token_ids: Iterable[int], scores: Iterable[TokenLogprobs], width: int
     ) -> CompletionLogprobs:
-        """Return the log-probabilities of generated tokens."""
+        """Return the log-probabilities of the next generated tokens.
+
+        Args:
+            scores: arrays of scores for successive groups of the tokens.
+            width: number of alternatives per token, -1 for all.
+        """
         answer = CompletionLogprobs([], [], [], [])
         for row in rows(token_ids, scores):
             self._append_row(answer, row, width)
@@ -211,7 +249,12 @@ class CompletionTokens:
 
 
 def joined(first: CompletionLogprobs | None, then: CompletionLogprobs) -> CompletionLogprobs:
-    """Concatenate the log-probabilities of successive tokens."""
+    """Return the log-probabilities of two successive groups of tokens as one group.
+
+    Args:
+        first: log-probabilities of the first group, or None.
+        then: log-probabilities of the second group.
+    """
     if first is None:
         return then
     return CompletionLogprobs(

@@ -33,7 +33,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
-    """JSON schema in OpenAI's wrapper."""
+    """JSON schema of an answer in OpenAI's form: with a name, a description and the flag
+    `strict`.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -42,9 +44,10 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """Output format; see `StructuredOutputsParams.structural_tag` for the last three fields.
+    """Output format of an answer: text, any JSON object, a JSON schema, or a structural tag.
 
-    A JSON schema is in `json_schema` (OpenAI) or in `schema` (llama.cpp).
+    A JSON schema is in `json_schema` (OpenAI) or in `schema` (llama.cpp). A structural tag is in
+    `format`, or in `structures` and `triggers`; see `StructuredOutputsParams.structural_tag`.
     """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -57,7 +60,11 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """Output format in one of these fields; see `SamplingParams.structured_outputs`."""
+    """Structured output format of an answer in vLLM's form: one field with a format, and its
+    options.
+
+    For the meaning of the fields see `StructuredOutputsParams`.
+    """
 
     json: str | dict[str, Any] | None = None
     json_object: bool | None = None
@@ -72,7 +79,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 class Sampling(msgspec.Struct, kw_only=True):
-    """Fields common to completions and chat. Null means the default."""
+    """Request fields common to text completions and chat completions. None means the default."""
 
     model: str | None = None
     n: int | None = None
@@ -125,7 +132,7 @@ class Sampling(msgspec.Struct, kw_only=True):
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    """Body of POST /v1/completions."""
+    """Body of POST /v1/completions: prompts as text or token ids, and sampling settings."""
 
     prompt: str | list[int | str | list[int]]
     add_special_tokens: bool | None = None
@@ -135,7 +142,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """Part of a message's content. Only text, including the text of a refusal, is served."""
+    """Part of the content of a chat message. The model can read text and refusals only."""
 
     type: str
     text: str | None = None
@@ -143,26 +150,33 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
     @property
     def is_text(self) -> bool:
-        """Whether the part has a text type."""
+        """Whether the type of the content part is a type of text, including refusals."""
         return self.type in ("text", "input_text", "output_text", "refusal")
 
     @property
     def words(self) -> str | None:
-        """Text of the part, None if its type is not a text type."""
+        """Text of the content part, None if its type is not a type of text or if the text is
+        missing.
+        """
         if self.type == "refusal" and self.refusal is not None:
             return self.refusal
         return self.text if self.is_text else None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """Call of a function. `arguments` is text in answers, and anything in histories of clients."""
+    """Name and arguments of a function call.
+
+    `arguments` is JSON text in answers. In conversations sent by clients it is any JSON value.
+    """
 
     name: str
     arguments: Any = None
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """Call in a conversation. A call of a custom tool is converted to a call of a function."""
+    """Tool call in a message sent by a client. A call of a custom tool is converted to a function
+    call.
+    """
 
     id: str | None = None
     type: str | None = "function"
@@ -177,7 +191,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class AnsweredCall(msgspec.Struct, kw_only=True):
-    """Call in an answer, of a function or a custom tool."""
+    """Tool call in the server's answer, with either the field `function` or the field `custom`."""
 
     id: str
     type: Literal["function", "custom"] = "function"
@@ -198,7 +212,9 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(Sampling, kw_only=True):
-    """Body of POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions: messages, tools, chat template options, and sampling
+    settings.
+    """
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
@@ -223,7 +239,7 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Prompt tokens that came from the prefix cache, and prompt tokens written to it."""
+    """Numbers of prompt tokens read from the prefix cache, and of prompt tokens written to it."""
 
     cached_tokens: int
     created_cache_tokens: int = 0
@@ -242,7 +258,7 @@ class Usage(msgspec.Struct):
 
 
 class PerRequestMetrics(msgspec.Struct, omit_defaults=True):
-    """Times of a completion, with vLLM's names and rules."""
+    """Times of one request in milliseconds, and its token rate, as vLLM names and computes them."""
 
     time_to_first_token_ms: float | None = None  # time from the start in a slot to the first token
     generation_time_ms: float | None = None  # time from the first token to the last
@@ -264,7 +280,7 @@ class CompletionChoice(msgspec.Struct, omit_defaults=False):
 
 
 class CompletionResponse(msgspec.Struct):
-    """Answer of /v1/completions, complete or one event of its stream."""
+    """Answer of POST /v1/completions: a complete one, or one event of a stream."""
 
     id: str
     created: int
@@ -279,7 +295,9 @@ class CompletionResponse(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """Message in a chat answer. As in vLLM, unused fields are null, since clients read them."""
+    """Assistant message in a complete chat answer. As in vLLM, unused fields are null, not left
+    out.
+    """
 
     content: str | None
     role: str = "assistant"
@@ -302,7 +320,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatResponse(msgspec.Struct):
-    """Answer of /v1/chat/completions."""
+    """Complete (not streamed) answer of POST /v1/chat/completions."""
 
     id: str
     created: int
@@ -338,10 +356,10 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
-    """Event of a streamed answer of /v1/chat/completions.
+    """Event of a streamed answer of POST /v1/chat/completions.
 
     As in vLLM, the first event of a choice has `prompt_token_ids`, and events with tokens have
-    `token_ids`. Both are null if they were not requested.
+    `token_ids`. Both are null if the request does not ask for token ids.
     """
 
     id: str
@@ -365,7 +383,9 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
-    """Error answer."""
+    """Body of an HTTP error response: OpenAI's error object, and the type that Anthropic's client
+    reads.
+    """
 
     error: ErrorDetail
     type: str = "error"

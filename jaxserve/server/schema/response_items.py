@@ -24,7 +24,7 @@ _ID_PREFIXES = {
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """Item of a conversation; `schema.responses` defines the supported types."""
+    """Item of a conversation in the responses API; `schema.responses` has the supported types."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -58,7 +58,7 @@ class ToolReference(msgspec.Struct, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
-    """Tool that must be called, or tools that may be called."""
+    """Object in `tool_choice`: a tool that the model must call, or a list of allowed tools."""
 
     name: str | msgspec.UnsetType | None = msgspec.UNSET
     type: str = "function"
@@ -89,7 +89,7 @@ class ReasoningText(msgspec.Struct, kw_only=True):
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag="reasoning"):
-    """Thoughts of the model, without summary or encryption."""
+    """Item of an answer with the thoughts of the model, without summary or encryption."""
 
     id: str
     content: list[ReasoningText]
@@ -137,7 +137,7 @@ class ResponsesUsage(msgspec.Struct):
 
 
 class RawMessage(msgspec.Struct):
-    """Text as the model read or wrote it, under vLLM's names."""
+    """Prompt or answer as text with special tokens and as token ids, in vLLM's form."""
 
     message: str
     tokens: list[int]
@@ -145,7 +145,7 @@ class RawMessage(msgspec.Struct):
 
 
 class ResponsesResponse(msgspec.Struct, kw_only=True):
-    """Answer of POST /v1/responses."""
+    """Answer of POST /v1/responses: output items, token counts, and settings of the request."""
 
     id: str
     created_at: int
@@ -184,7 +184,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
 
 
 class InputItems(msgspec.Struct):
-    """Answer of GET /v1/responses/{response_id}/input_items."""
+    """Answer of GET /v1/responses/{response_id}/input_items: a page of the list of items."""
 
     data: list[dict[str, Any]]
     first_id: str | None
@@ -194,14 +194,14 @@ class InputItems(msgspec.Struct):
 
 
 class InputTokens(msgspec.Struct):
-    """Answer of POST /v1/responses/input_tokens."""
+    """Answer of POST /v1/responses/input_tokens: the number of prompt tokens."""
 
     input_tokens: int
     object: str = "response.input_tokens"
 
 
 class DeletedResponse(msgspec.Struct):
-    """Answer of DELETE /v1/responses/{response_id}."""
+    """Answer of DELETE /v1/responses/{response_id}, which confirms the deletion."""
 
     id: str
     object: str = "response"
@@ -209,7 +209,7 @@ class DeletedResponse(msgspec.Struct):
 
 
 def shown_items(items: Iterable[InputItem], taken: Container[str] = ()) -> list[dict[str, Any]]:
-    """Return items in their listed form, each with an id that is unique and not in `taken`."""
+    """Return items as dicts for an answer, each with an id that is unique and not in `taken`."""
     shown: dict[str, dict[str, Any]] = {}
     for item in items:
         name = item.id
@@ -220,7 +220,7 @@ def shown_items(items: Iterable[InputItem], taken: Container[str] = ()) -> list[
 
 
 def _shown_item(item: InputItem) -> dict[str, Any]:
-    """Return an item in its listed form without its id: with a status, and content as parts."""
+    """Return an item as a dict with a status and with content as a list of parts, without id."""
     kind = item.type
     shown: dict[str, Any] = {"type": kind, "status": item.status or "completed"}
     if kind == "message":
@@ -259,32 +259,32 @@ def _shown_part(part: ContentPart) -> dict[str, Any]:
 
 
 class ConversationRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/conversations."""
+    """Body of POST /v1/conversations, which creates a conversation from items and metadata."""
 
     items: list[InputItem] | None = None
     metadata: dict[str, str] | None = None
 
 
 class ConversationUpdate(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/conversations/{conversation_id}."""
+    """Body of POST /v1/conversations/{conversation_id}: metadata that replaces the old ones."""
 
     metadata: dict[str, str]
 
 
 class ConversationItems(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/conversations/{conversation_id}/items."""
+    """Body of POST /v1/conversations/{conversation_id}/items, with the items to append."""
 
     items: list[InputItem]
 
 
 class ConversationName(msgspec.Struct):
-    """Reference to a conversation in a response."""
+    """Reference to a stored conversation, in a request or a response."""
 
     id: str
 
 
 class ConversationObject(msgspec.Struct):
-    """Conversation as clients see it."""
+    """Description of a stored conversation in answers of the conversations API."""
 
     id: str
     created_at: int
@@ -293,7 +293,7 @@ class ConversationObject(msgspec.Struct):
 
 
 class DeletedConversation(msgspec.Struct):
-    """Answer of DELETE /v1/conversations/{conversation_id}."""
+    """Answer of DELETE /v1/conversations/{conversation_id}, which confirms the deletion."""
 
     id: str
     object: str = "conversation.deleted"

@@ -35,7 +35,10 @@ HOSTED_ITEMS = frozenset(
 
 
 def strip_hosted(body: dict[str, Any]) -> None:
-    """Remove fields of hosted tools and items in a body: their types differ from the schemas."""
+    """Reduce the hosted tools and items in the body of a responses request to type, id and status.
+
+    Their other fields, which are removed from `body` in place, do not fit the schemas.
+    """
     for name, types in (("tools", HOSTED_TOOLS), ("input", HOSTED_ITEMS), ("items", HOSTED_ITEMS)):
         if isinstance(body.get(name), list):
             body[name] = [_stripped(entry, types) for entry in body[name]]
@@ -51,15 +54,21 @@ def _stripped(value: Any, types: frozenset[str]) -> Any:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model calls a tool in a namespace, formed as in vLLM."""
+    """Return the name by which the model calls a tool: `namespace__name`, or `name` without a
+    namespace.
+    """
     return f"{namespace}__{name}" if namespace else name
 
 
 def seen_tools(tools: list[ResponseTool] | None) -> list[tuple[str | None, ResponseTool]]:
-    """Return the tools that the model sees, each with the name of its namespace.
+    """Return the tools of a responses request that the model sees, each after the name of its
+    namespace.
+
+    Namespaces are replaced by their members. Hosted tools are left out. The namespace is None for a
+    tool outside namespaces.
 
     Raises:
-        InvalidRequest: a tool is not served, or has no name.
+        InvalidRequest: a tool has an unsupported type, or has no name.
     """
     seen: list[tuple[str | None, ResponseTool]] = []
     for tool in tools or ():
@@ -104,10 +113,14 @@ def _chosen_name(name: str, tools: list[ResponseTool] | None) -> str:
 def tool_choice(
     choice: Choice | None, tools: list[ResponseTool] | None
 ) -> NamedTool | Literal["none", "auto", "required"] | None:
-    """Return the choice of tools in the form of chat.
+    """Convert the `tool_choice` of a responses request to the form of a chat request.
+
+    Args:
+        choice: "none", "auto", "required", None (unset), a tool, or a list of allowed tools.
+        tools: tools of the request, from which a name's namespace is found.
 
     Raises:
-        InvalidRequest: the chosen tool is not served or has no name.
+        InvalidRequest: the chosen tool is of an unsupported type, has no name, or is ambiguous.
     """
     if not isinstance(choice, ToolChoice):
         return choice
@@ -122,7 +135,14 @@ def tool_choice(
 
 
 def _allowed(tool: ToolReference, tools: list[ResponseTool] | None) -> list[NamedTool]:
-    """Return the tools that an allowed tool names: [] for a hosted tool, all of a namespace."""
+    """Return the tools that one entry of the allowed tools stands for, in the form of a chat
+    request.
+
+    A hosted tool stands for none, and a namespace for all of its members.
+
+    Raises:
+        InvalidRequest: the namespace is not in `tools`, or the entry has no supported type.
+    """
     if tool.type in HOSTED_TOOLS:
         return []
     if tool.type != "namespace":
@@ -153,7 +173,10 @@ def _named(kind: str, name: str | None, tools: list[ResponseTool] | None) -> Nam
 
 
 def chat_tool(namespace: str | None, tool: ResponseTool) -> Tool:
-    """Return a tool in the form of chat.
+    """Convert a tool of a responses request to a tool of a chat request.
+
+    Args:
+        namespace: name of the tool's namespace, which becomes part of the tool's name, or None.
 
     Raises:
         InvalidRequest: the format of a custom tool is invalid.

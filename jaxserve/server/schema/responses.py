@@ -34,7 +34,7 @@ Included = Literal[
 
 
 class TextFormat(openai.JsonSchemaFormat, kw_only=True):
-    """Output format. As in chat, the schema may also be in `json_schema`."""
+    """Output format of the responses API. The JSON schema may be inline or in `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: openai.JsonSchemaFormat | msgspec.UnsetType | None = msgspec.UNSET
@@ -52,7 +52,9 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class CountInputRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/responses/input_tokens. `truncation` does not change the count."""
+    """Body of POST /v1/responses/input_tokens, whose tokens are counted regardless of
+    `truncation`.
+    """
 
     model: str | None = None
     input: str | list[InputItem] | None = None
@@ -70,7 +72,7 @@ class CountInputRequest(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(CountInputRequest, kw_only=True):
-    """Body of POST /v1/responses."""
+    """Body of POST /v1/responses, which asks for an answer to a list of items."""
 
     input: str | list[InputItem]  # type: ignore[assignment]
     store: bool | None = None
@@ -120,7 +122,7 @@ _SAME = tuple(
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Check the size of metadata, which is stored.
+    """Check the metadata of a request.
 
     Raises:
         InvalidRequest: there are too many entries, or entries that are too long.
@@ -138,7 +140,7 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
 
 
 def items_of(body: CountInputRequest) -> list[InputItem]:
-    """Return the input as items.
+    """Return the `input` of a responses request as a list. A string becomes one user message.
 
     Raises:
         InvalidRequest: the input is empty.
@@ -149,10 +151,10 @@ def items_of(body: CountInputRequest) -> list[InputItem]:
 
 
 def check_served(items: list[InputItem], field: str) -> None:
-    """Check that each item can be part of a conversation.
+    """Check that each item of a request can be part of a conversation.
 
     Raises:
-        InvalidRequest: an item has an unsupported type, or lacks a field.
+        InvalidRequest: an item of `field` has an unsupported type, or lacks a field.
     """
     try:
         for item in items:
@@ -166,13 +168,13 @@ def check_served(items: list[InputItem], field: str) -> None:
 
 
 def as_chat(body: ResponsesRequest, items: Iterable[InputItem]) -> openai.ChatRequest:
-    """Return the chat request that corresponds to a responses request.
+    """Convert a responses request to the equivalent chat request.
 
     Args:
-        items: items of the whole conversation, including earlier responses.
+        items: items of the whole conversation, earlier responses included.
 
     Raises:
-        InvalidRequest: an item or a tool is not served.
+        InvalidRequest: an item or a tool is not supported.
     """
     messages: list[openai.ChatMessage] = []
     if body.instructions is not None:
@@ -232,21 +234,18 @@ def _is_partial(items: str | list[InputItem]) -> bool:
 
 
 def conversation_id(body: CountInputRequest) -> str | None:
-    """Return the id of the conversation of a request, or None."""
+    """Return the id of the stored conversation that a responses request continues, or None."""
     conversation = body.conversation
     return conversation.id if isinstance(conversation, ConversationName) else conversation
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:
-    """Return whether the answer must contain log-probabilities."""
+    """Return whether a responses request asks for log-probabilities of the generated tokens."""
     return "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
 
 
 def _append(messages: list[openai.ChatMessage], item: InputItem) -> None:
-    """Append an item to the messages.
-
-    A call joins the assistant message before it, if there is one.
-    """
+    """Append an item to the chat messages. A call joins the assistant message before it, if any."""
     kind = item.type
     if kind == "message":
         last = messages[-1] if messages else None

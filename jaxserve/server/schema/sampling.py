@@ -35,13 +35,17 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Return a request's sampling settings, with `defaults` for unset fields.
+    """Return the engine's sampling parameters for a request, with `defaults` for fields that are
+    unset.
 
     Args:
-        logprobs: number of alternatives, whose field differs between endpoints.
+        max_tokens: maximum tokens of the answer, None for no limit.
+        logprobs: number of log-probabilities per generated token, None for none. Each endpoint has
+            its own field for the number.
+        prompt_logprobs: number of log-probabilities per prompt token, None for none.
 
     Raises:
-        InvalidRequest: the message names the field.
+        InvalidRequest: a field is invalid, or two fields exclude each other.
     """
     settings = {name: getattr(request, name) for name in _SAMPLING}
     settings["logit_bias"] = _logit_bias(request.logit_bias)
@@ -62,13 +66,14 @@ def sampling_params(
 
 
 def most_tokens(request: Sampling, renamed: dict[str, str] | None = None) -> int | None:
-    """Return the limit on an answer's tokens that a request sets: -1 for no limit, None if unset.
+    """Return the maximum number of tokens that a request sets for its answer.
 
-    The smallest of several fields applies, but `max_tokens` is ignored if its newer name
-    `max_completion_tokens` is set.
+    It is -1 for no limit, and None if the request sets none of the fields. The smallest value of
+    several fields applies, but `max_tokens` is ignored if `max_completion_tokens` is set.
 
     Args:
-        renamed: names for error messages; see `EndpointRequest`. The field that applies is added.
+        renamed: names of fields for error messages, by the engine's names. The name of the field
+            that applies is added for `max_tokens`.
     """
     limits = {name: getattr(request, name, None) for name in _LENGTHS}
     if limits["max_completion_tokens"] is not None:
@@ -85,10 +90,10 @@ def most_tokens(request: Sampling, renamed: dict[str, str] | None = None) -> int
 
 
 def check_sizes(request: Sampling, vocab_size: int) -> None:
-    """Check that lists are not too long to be processed entry by entry.
+    """Check that the lists of token ids in a request are short enough to be processed id by id.
 
     Raises:
-        InvalidRequest: the message names the field.
+        InvalidRequest: `allowed_token_ids` or `logprob_token_ids` is too long.
     """
     for name, most in (
         ("allowed_token_ids", vocab_size),
@@ -108,7 +113,10 @@ def _logit_bias(biases: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def form_field(request: Sampling) -> str:
-    """Return the name of the field with the output format, by default `structured_outputs`."""
+    """Return the name of the request field that contains the structured output format.
+
+    It is "structured_outputs" if the request has no such format.
+    """
     for name in GUIDED:
         if getattr(request, name) is not None:
             return name
@@ -116,7 +124,14 @@ def form_field(request: Sampling) -> str:
 
 
 def _form(request: Sampling) -> StructuredOutputsParams | None:
-    """Return the output format, given in vLLM's current or older fields, or in OpenAI's."""
+    """Return the structured output format of a request, or None.
+
+    It may be in `structured_outputs`, in one of the fields of older clients (such as
+    `guided_json`), or in OpenAI's `response_format`.
+
+    Raises:
+        InvalidRequest: two of these fields are set, or `response_format` is invalid.
+    """
     outputs, form = request.structured_outputs, request.response_format
     if form is not None and form.type == "text":
         answer_schema(form)  # refuses a schema
@@ -150,10 +165,11 @@ def _response_format(form: ResponseFormat) -> StructuredOutputsParams:
 
 
 def answer_schema(form: ResponseFormat | None) -> tuple[dict[str, Any], bool] | None:
-    """Return the JSON schema of an answer and whether it is strict, or None.
+    """Return the JSON schema in a `response_format`, and whether it is strict, or None without a
+    schema.
 
-    It returns None for text, for a structural tag, and without a schema. An empty json_schema is
-    not strict. The schema of json_object gets type object by default.
+    The result is None for text and for a structural tag. An empty schema of type json_schema is {}
+    and not strict. A schema of type json_object gets type object unless it has a type.
 
     Raises:
         InvalidRequest: type json_schema has no schema, type text has one, or two schemas differ.
@@ -176,15 +192,15 @@ def answer_schema(form: ResponseFormat | None) -> tuple[dict[str, Any], bool] | 
 
 
 def with_ends(sampling: SamplingParams, token_ids: Iterable[int]) -> SamplingParams:
-    """Return settings with additional tokens that end an answer."""
+    """Return a copy of sampling parameters with `token_ids` as additional stop tokens."""
     return replace(sampling, stop_token_ids=[*(sampling.stop_token_ids or ()), *token_ids])
 
 
 def check_stream(request: Sampling) -> None:
-    """Check that `stream_options` comes with `stream`.
+    """Check that a request with `stream_options` is streamed.
 
     Raises:
-        InvalidRequest: the message names the field.
+        InvalidRequest: `stream_options` is set without `stream`.
     """
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream=true", "stream_options")

@@ -16,13 +16,19 @@ CUSTOM_PARAMETERS: dict[str, Any] = {
 
 
 def require(value: Any, name: str) -> None:
-    """Raise ValueError in msgspec's words if the field `name` is missing."""
+    """Check that the value of a required field is not None.
+
+    Raises:
+        ValueError: the value is None. The message is msgspec's for a missing field `name`.
+    """
     if value is None:
         raise ValueError(f"Object missing required field `{name}`")
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):
-    """Function that may be called, with a JSON schema of its arguments in `parameters`."""
+    """Definition of a function that the model may call, with a JSON schema of its arguments in
+    `parameters`.
+    """
 
     name: str
     description: str | None = None
@@ -36,9 +42,9 @@ class GrammarDefinition(msgspec.Struct, kw_only=True):
 
 
 class CustomFormat(msgspec.Struct, kw_only=True):
-    """Format of a custom tool's text.
+    """Format of the input text of a custom tool: any text, or text that a grammar enforces.
 
-    The Responses API gives the grammar without the inner object.
+    The chat API gives the grammar in `grammar`, and the responses API in `definition` and `syntax`.
     """
 
     type: Literal["text", "grammar"] = "text"
@@ -54,7 +60,7 @@ class CustomFormat(msgspec.Struct, kw_only=True):
 
 
 class CustomDefinition(msgspec.Struct, kw_only=True):
-    """Custom tool, whose input is a text."""
+    """Definition of a custom tool, whose input is a text instead of JSON arguments."""
 
     name: str
     description: str | None = None
@@ -62,9 +68,9 @@ class CustomDefinition(msgspec.Struct, kw_only=True):
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    """Tool that may be called.
+    """Tool that the model may call: a function, or a custom tool.
 
-    A custom tool is also represented as a function with one argument.
+    A custom tool also has a `function` with its name and one argument, the text `input`.
     """
 
     type: Literal["function", "custom"] = "function"
@@ -93,12 +99,16 @@ class Tool(msgspec.Struct, kw_only=True):
 
     @property
     def lark(self) -> str | None:
-        """Lark grammar of a custom tool's text, or None."""
+        """Lark grammar that the input of a custom tool must match, None if the tool has no such
+        grammar.
+        """
         return self._definition("lark")
 
     @property
     def regex(self) -> str | None:
-        """Regular expression of a custom tool's text, or None."""
+        """Regular expression that the input of a custom tool must match, None if the tool has
+        none.
+        """
         return self._definition("regex")
 
     def _definition(self, syntax: str) -> str | None:
@@ -111,14 +121,16 @@ class FunctionName(msgspec.Struct, kw_only=True):
 
 
 class AllowedTools(msgspec.Struct, kw_only=True):
-    """Tools of a request that may be called (auto), or of which one must be called (required)."""
+    """Tools among those of a request that the model may call (mode auto), or one of which it must
+    call (mode required).
+    """
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
 
 
 class NamedTool(msgspec.Struct, kw_only=True):
-    """Tool that must be called, or tools that may be called."""
+    """Object in `tool_choice`: a tool that the model must call, or a list of allowed tools."""
 
     type: Literal["function", "custom", "allowed_tools"] = "function"
     function: FunctionName = None  # type: ignore[assignment]
@@ -132,7 +144,10 @@ class NamedTool(msgspec.Struct, kw_only=True):
 
 
 class CustomCall(msgspec.Struct, kw_only=True):
-    """Call of a custom tool. `input` is text in answers, and anything in histories of clients."""
+    """Call of a custom tool.
+
+    `input` is text in answers. In conversations sent by clients it is any JSON value.
+    """
 
     name: str
     input: Any = None
@@ -149,7 +164,10 @@ class CustomDelta(msgspec.Struct, omit_defaults=True):
 
 
 class CallDelta(msgspec.Struct):
-    """Next part of a call. The first part has the id and the name of the tool."""
+    """Next part of a tool call in a streamed answer.
+
+    The first part of each call has the call's id and the tool's name.
+    """
 
     index: int
     function: FunctionDelta | msgspec.UnsetType = msgspec.UNSET

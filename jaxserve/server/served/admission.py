@@ -19,15 +19,19 @@ COMPLETIONS, PROMPT_TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
 
 @dataclass
 class Lifecycle:
-    """State of the server between start and stop."""
+    """State of the server: `is_draining` is True once the server has begun to stop."""
 
     is_draining: bool = False
 
 
 class Admission:
-    """Number of completions and prompt tokens of one model, with their limits.
+    """Counts of the completions and prompt tokens of one model, and the limits of its queue.
+
+    Requests beyond a limit are refused.
 
     Args:
+        num_slots: number of completions that run at a time.
+        max_queued: maximum number of further completions that wait.
         max_prompt_tokens: maximum number of prompt tokens that wait to be computed.
     """
 
@@ -42,19 +46,27 @@ class Admission:
 
     @property
     def num_refused(self) -> int:
-        """Number of refused requests."""
+        """Number of requests that the model's queue has refused since the server's start."""
         return sum(self.refusals.values())
 
     @property
     def is_full(self) -> bool:
-        """Return whether a single further completion would be refused."""
+        """Return whether the model's queue would refuse a request with a single completion."""
         return self.num_live >= self.num_slots + self.max_queued
 
     def check(self, completions: int, prompt_tokens: int = 0) -> None:
-        """Check that there is room for a request.
+        """Check that the model's queue has room for a request. The request is not counted.
+
+        A refusal is counted. A prompt larger than the limit on prompt tokens is admitted if no
+        other prompt waits.
+
+        Args:
+            completions: number of the request's completions.
+            prompt_tokens: number of its prompt tokens, counted for each completion.
 
         Raises:
-            Overloaded: there is no room now.
+            Overloaded: the number of completions or of waiting prompt tokens would exceed its
+                limit.
         """
         most = self.num_slots + self.max_queued
         if self.num_live + completions > most:
@@ -70,7 +82,10 @@ class Admission:
 
 
 def make_admission(engine: EngineConfig, server: ServerConfig) -> Admission:
-    """Return the admission of an engine, with limits from the server's settings or defaults."""
+    """Return the `Admission` of an engine's queue, which is empty.
+
+    Its limits are from the server's settings, or defaults from the engine's slots and step tokens.
+    """
     slots, step_tokens = engine.max_num_seqs or 1, engine.max_num_batched_tokens or 1
     queued, tokens = server.max_num_queued_reqs, server.max_queued_prompt_tokens
     return Admission(
@@ -81,5 +96,5 @@ def make_admission(engine: EngineConfig, server: ServerConfig) -> Admission:
 
 
 def prompt_tokens(requests: Iterable[Request]) -> int:
-    """Return the number of prompt tokens of some requests, counted for each completion."""
+    """Return the total number of prompt tokens of requests. A prompt counts for each completion."""
     return sum(len(request.prompt_token_ids) * request.sampling.n for request in requests)

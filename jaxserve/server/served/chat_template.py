@@ -27,7 +27,11 @@ _KEPT = 8
 
 
 def check_inputs(inputs: Mapping[str, Any], field: str) -> None:
-    """Check the names of chat template inputs in a setting or a request.
+    """Check that no name of chat template inputs is reserved for the server.
+
+    Args:
+        inputs: values of inputs by name, from a setting or a request.
+        field: name of the setting or request field, for the message.
 
     Raises:
         InvalidRequest: a name is reserved. The message names `field`.
@@ -38,29 +42,35 @@ def check_inputs(inputs: Mapping[str, Any], field: str) -> None:
 
 
 def server_template(config: ServerConfig) -> ChatTemplate | None:
-    """Return the template of the setting `chat_template`, or None if it is unset.
+    """Return the compiled chat template of the setting `chat_template`, or None if it is unset.
+
+    The names in `default_chat_template_kwargs` are checked too.
 
     Raises:
-        InvalidRequest: a setting is invalid. The message names it.
+        InvalidRequest: the template is invalid, or a name is reserved. The message names the
+            setting.
     """
     check_inputs(config.default_chat_template_kwargs or {}, "default_chat_template_kwargs")
     return None if config.chat_template is None else find_template(config.chat_template)
 
 
 def template_thread() -> Executor:
-    """Return the single-threaded executor that compiles and renders templates of requests.
+    """Return a single-threaded executor, which compiles and renders chat templates of requests.
 
-    Each template can keep a processor busy for as long as its limit allows. Several at once would
+    A template can keep a processor busy for as long as its limit allows. Several at once would
     delay the event loop and the threads that tokenize long prompts.
     """
     return ThreadPoolExecutor(1, "request-templates")
 
 
 def with_server_template(tokenizer: Tokenizer, config: ServerConfig) -> Tokenizer:
-    """Return a tokenizer with the template of the setting `chat_template`, if it is set.
+    """Return a copy of a tokenizer with the chat template of the setting `chat_template`.
+
+    Without the setting, return the tokenizer itself.
 
     Raises:
-        InvalidRequest: the setting is invalid, or the template does not show user messages.
+        InvalidRequest: the setting is invalid, or the template does not show user messages or does
+            not end.
     """
     template = server_template(config)
     if template is None:
@@ -72,7 +82,15 @@ def with_server_template(tokenizer: Tokenizer, config: ServerConfig) -> Tokenize
 
 
 class RequestTemplates:
-    """Chat templates in requests, compiled and rendered outside the event loop."""
+    """Chat templates that requests contain, compiled and rendered on an executor.
+
+    The last compiled templates are cached.
+
+    Args:
+        are_trusted: whether requests may contain templates.
+        tokenizer: the model's tokenizer, or None. It detects a template's form of content.
+        thread: the executor.
+    """
 
     def __init__(self, are_trusted: bool, tokenizer: Tokenizer | None, thread: Executor) -> None:
         self._are_trusted = are_trusted
@@ -81,7 +99,7 @@ class RequestTemplates:
         self._kept: dict[str, ChatTemplate] = {}
 
     async def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Run a call on the executor, and return its result."""
+        """Run a function with arguments on the executor, and return its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, functools.partial(call, *args, **options))
 
@@ -94,10 +112,14 @@ class RequestTemplates:
         return template
 
     async def get(self, source: str) -> ChatTemplate:
-        """Return a template of a request, compiled.
+        """Return the compiled form of a request's chat template.
+
+        Args:
+            source: Jinja source of the template, or the name of a shipped one.
 
         Raises:
-            InvalidRequest: requests may not contain templates, or the template is invalid.
+            InvalidRequest: requests may not contain templates, or the template is too long or
+                invalid.
         """
         if not self._are_trusted:
             raise InvalidRequest(

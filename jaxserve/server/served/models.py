@@ -41,11 +41,13 @@ INLINE_SECONDS = 0.02
 
 
 class ServedModel:
-    """Model of the server.
+    """A model of the server: its engine, names, tokenizer, chat template and limits.
 
     Args:
         names: names of the model in requests. Answers contain the first.
         root: source of its checkpoint, as the user gave it.
+        llm: the started engine.
+        config: the server's settings.
         secret: secret of this process or its fleet, from which salts of API keys are derived.
         thread: executor for chat templates of requests, shared by the models of a server.
 
@@ -97,13 +99,14 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """Name of the model in answers."""
+        """First name of the model, which answers contain."""
         return self.names[0]
 
     def behind(self) -> ServedModel:
-        """Return this model for low-priority requests, such as batches.
+        """Return a copy of this model for low-priority requests, such as the lines of batches.
 
-        They do not use the queue of other requests, and have no deadline and the last priority.
+        Its requests do not count in the queue of other requests, have no deadline, and have the
+        last priority. Later calls return the same copy.
         """
         if self._behind is None:
             last = self._behind = copy.copy(self)
@@ -113,11 +116,15 @@ class ServedModel:
         return self._behind
 
     def max_tokens(self, requested: int | None) -> int | None:
-        """Return the maximum tokens of an answer, or None for the limit of the context.
+        """Return the maximum number of tokens of an answer, or None for the limit of the context.
 
-        A request with NO_BOUND gets the limit of the context. The rules are vLLM's: max_new_tokens
-        in the checkpoint's own generation_config.json applies to requests without a limit. The file
-        in a folder named by --generation-config limits all requests.
+        The rules are vLLM's: max_new_tokens in the checkpoint's own generation_config.json applies
+        to requests without a limit. The file in a folder named by --generation-config limits all
+        requests.
+
+        Args:
+            requested: limit of the request, None if it sets no limit, or NO_BOUND for the limit of
+                the context.
 
         Raises:
             InvalidRequest: the request asks for less than one token.
@@ -132,10 +139,10 @@ class ServedModel:
         return min(limits, default=None)
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer.
+        """Return the model's tokenizer.
 
         Raises:
-            InvalidRequest: the server accepts only token ids.
+            InvalidRequest: the model has no tokenizer, so the server accepts only token ids.
         """
         if self._tokenizer is None:
             raise InvalidRequest(
@@ -144,12 +151,15 @@ class ServedModel:
         return self._tokenizer
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of the text of a prompt. Long texts are tokenized on another thread.
+        """Return the token ids of a text prompt. Long texts are tokenized on another thread.
 
         The number of tokens is not checked.
 
+        Args:
+            add_special_tokens: whether to add tokens such as the beginning-of-sequence token.
+
         Raises:
-            InvalidRequest: the text is empty, or the server has no tokenizer.
+            InvalidRequest: the text is empty, or the model has no tokenizer.
             PromptTooLong: the text has more characters than any max_model_len tokens.
         """
         if not text:
@@ -163,10 +173,14 @@ class ServedModel:
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Return the token ids of a conversation, rendered by the chat template.
 
-        `options` are inputs of the template, or another `chat_template`. If the template does not
-        read tools, they are described in words, in a system message, or in the first user message
-        if the template refuses system messages. If the template refuses the conversation,
-        simplified forms of it are tried.
+        If the template does not read tools, they are described in words, in a system message, or in
+        the first user message if the template refuses system messages. If the template refuses the
+        conversation, simplified forms of the conversation are tried.
+
+        Args:
+            messages: messages with `role`, `content` and so on, as the template reads them.
+            options: inputs of the template by name, such as `tools`, or a compiled template
+                `chat_template` to use instead of the model's.
 
         Raises:
             InvalidRequest: there is no template, it refuses the messages, or it does not read
@@ -199,7 +213,14 @@ class ServedModel:
             raise error
 
     async def _prints_text(self, options: dict[str, Any]) -> bool:
-        """Return whether the template prints the arguments of calls unchanged if they are text."""
+        """Return whether the chat template prints tool-call arguments unchanged if they are text.
+
+        A test conversation is rendered to find out. The result for the model's own template is
+        cached.
+
+        Args:
+            options: options of `render`, of which the template and the presence of tools are used.
+        """
         template, with_tools = options.get("chat_template"), bool(options.get("tools"))
         if template is None and with_tools in self._text_printers:
             return self._text_printers[with_tools]
@@ -217,7 +238,9 @@ class ServedModel:
     async def render_as_it_is(
         self, messages: list[dict[str, Any]], options: dict[str, Any]
     ) -> list[int]:
-        """Return the token ids of a conversation, without trying simplified forms.
+        """Return the token ids of a conversation, rendered without trying simplified forms.
+
+        The arguments, and the description of tools in words, are those of `render`.
 
         Raises:
             InvalidRequest: see `render`.
@@ -248,10 +271,10 @@ class ServedModel:
         return await asyncio.to_thread(render, messages, **options)
 
     def check_length(self, characters: int, field: str) -> None:
-        """Check that a text could fit if all its tokens were the longest in the vocabulary.
+        """Check that a text of `characters` could fit into the context with the longest tokens.
 
         Raises:
-            PromptTooLong: the text cannot fit.
+            PromptTooLong: the text cannot fit. The message names `field`, the text's request field.
         """
         most = self.limits.max_model_len * self.tokenizer().longest_token
         if characters > most:
@@ -262,7 +285,12 @@ class ServedModel:
             )
 
     def salted(self, request: Request, api_key: str | None) -> Request:
-        """Return a request with a salt that separates prefixes of API keys in the cache."""
+        """Return an engine request with a cache salt that depends on the client's API key.
+
+        Requests of different keys then do not share prefixes in the prefix cache. The salt is
+        unchanged if `api_key` is None or with `share_prefix_cache`. A low-priority model also sets
+        the last priority.
+        """
         if self._is_behind:
             request = replace(request, priority=LAST_PRIORITY)
         if api_key is None or self.config.share_prefix_cache:
@@ -272,7 +300,7 @@ class ServedModel:
 
 
 class Models:
-    """Models of a server, by name.
+    """The models of a server, found by name.
 
     Args:
         models: at least one. The first answers requests without a model name.
@@ -283,15 +311,15 @@ class Models:
         self._by_name = {name: model for model in self.all for name in model.names}
 
     def close(self) -> None:
-        """End all requests, and free the device."""
+        """Stop the engines of all served models. This ends their requests and frees devices."""
         for model in self.all:
             model.llm.close()
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model with a name, the first one for None.
+        """Return the served model with this name. None means the first model.
 
         Raises:
-            ApiError: 404, there is no such model.
+            ApiError: 404, no model has this name.
         """
         if name is None:
             return self.all[0]

@@ -40,13 +40,20 @@ REASONS = ("stop", "length", "abort", "error")
 
 
 def vllm_tokens(most: int) -> tuple[float, ...]:
-    """Return vLLM's token buckets: 1, 2, 5, 10, 20 and so on up to `most`."""
+    """Return a tuple of the bounds of vLLM's token buckets: 1, 2, 5, 10, 20, ... up to `most`."""
     steps = (mantissa * 10.0**power for power in count() for mantissa in (1, 2, 5))
     return tuple(takewhile(lambda step: step <= most, steps))
 
 
 class Distribution(ValueCounts):
-    """A histogram as a metric, with bounds of buckets under jaxserve's name and under vLLM's."""
+    """Histogram of a metric, which is shown with jaxserve's bucket bounds and with vLLM's.
+
+    Args:
+        name: name of the metric, without a prefix.
+        text: description of the metric.
+        ours: ascending upper bounds of the buckets under jaxserve's name.
+        theirs: ascending upper bounds of the buckets under vLLM's name.
+    """
 
     def __init__(
         self, name: str, text: str, ours: tuple[float, ...], theirs: tuple[float, ...]
@@ -57,9 +64,13 @@ class Distribution(ValueCounts):
 
 
 def per_request_metrics(times: SequenceTimes | None, num_tokens: int) -> PerRequestMetrics:
-    """Return the times of a completion in the form of answers.
+    """Return the times of a finished completion for the `metrics` field of an answer.
 
     The rules are those of vLLM's `build_per_request_timing_metrics`.
+
+    Args:
+        times: times of the completion's sequence. With None, all fields of the result are unset.
+        num_tokens: number of generated tokens.
     """
     if times is None:
         return PerRequestMetrics()
@@ -76,10 +87,12 @@ def per_request_metrics(times: SequenceTimes | None, num_tokens: int) -> PerRequ
 
 
 class RequestMetrics:
-    """Counters of one model's requests since the server's start. Times are in seconds.
+    """Histograms and counters of one model's requests since the server's start.
+
+    Times are in seconds.
 
     Args:
-        max_model_len: maximum tokens of a sequence, the last of vLLM's token buckets.
+        max_model_len: maximum number of tokens of a sequence, which bounds vLLM's token buckets.
     """
 
     def __init__(self, max_model_len: int = 1 << 19) -> None:
@@ -145,13 +158,17 @@ class RequestMetrics:
 
     @property
     def histograms(self) -> list[Distribution]:
-        """All histograms, in the same order for all models."""
+        """All histograms of the model's requests, in the same order for all models."""
         return [value for value in vars(self).values() if isinstance(value, Distribution)]
 
     def tokens(self, since_start: float, since_last: float | None, count: int) -> None:
-        """Record the arrival of `count` tokens of a completion.
+        """Record that generated tokens of a completion have arrived.
 
-        `since_last` is None for its first.
+        Args:
+            since_start: seconds since the request started.
+            since_last: seconds since the completion's previous tokens, or None for its first
+                tokens.
+            count: number of the tokens that have arrived together.
         """
         if since_last is None:
             self.time_to_first_token.add(since_start)
@@ -159,7 +176,7 @@ class RequestMetrics:
             self.inter_token_latency.add(since_last / count, count)
 
     def started(self, prompt: int, cached: int) -> None:
-        """Record a prompt of `prompt` tokens, of which `cached` were not computed."""
+        """Record a prompt of `prompt` tokens, of which the prefix cache contained `cached`."""
         self.prompt_computed += prompt - cached
         self.prompt_cached += cached
 
@@ -172,10 +189,14 @@ class RequestMetrics:
         generated: int,
         max_tokens: int | None,
     ) -> None:
-        """Record the end of a completion.
+        """Record the times and token counts of a completion that has ended with a token.
 
         Args:
+            seconds: time from the arrival of its request to its end.
+            times: times of its sequence in the engine.
+            prompt: number of prompt tokens.
             cached: number of prompt tokens found in the prefix cache.
+            generated: number of generated tokens.
             max_tokens: limit set by the request, or None.
         """
         self.e2e_latency.add(seconds)
@@ -192,7 +213,12 @@ class RequestMetrics:
             self.max_tokens.add(max_tokens)
 
     def completed(self, completions: int, most: int) -> None:
-        """Record a request whose completions have all ended, with `most` tokens in the longest."""
+        """Record that all completions of a request have ended.
+
+        Args:
+            completions: number of completions.
+            most: number of generated tokens of the longest completion.
+        """
         self.num_completions.add(completions)
         self.most_generation_tokens.add(most)
 

@@ -16,7 +16,7 @@ from jaxserve.settings.installation import install_command
 
 
 def open_tracer(endpoint: str | None) -> Any:
-    """Return a `tracing.RequestTracer`, or None without an endpoint.
+    """Return a `tracing.RequestTracer` that sends to an endpoint, or None if the endpoint is None.
 
     Raises:
         InvalidRequest: OpenTelemetry's SDK is not installed, or does not support the endpoint.
@@ -35,7 +35,15 @@ def open_tracer(endpoint: str | None) -> Any:
 
 
 class RequestTrace:
-    """Trace of an HTTP request that arrives now."""
+    """OpenTelemetry trace of one HTTP request, with one span for each completion.
+
+    The time of construction is the time of the request's arrival.
+
+    Args:
+        model: the requested model, which has a tracer.
+        headers: headers of the request, which may contain a trace context.
+        request_id: id of the request, for the spans.
+    """
 
     def __init__(self, model: ServedModel, headers: Mapping[str, str], request_id: str) -> None:
         self._model = model
@@ -52,12 +60,14 @@ class RequestTrace:
         times: SequenceTimes | None = None,
         error: str | None = None,
     ) -> None:
-        """Queue the span of a completion that has ended.
+        """Queue the span of a completion that has ended, to be sent to the collector.
 
         Args:
+            request: the engine's request that the completion belongs to.
+            generated: number of generated tokens.
             latency: seconds since the arrival of the request.
-            times: times of its sequence, if a token has ended it.
-            error: reason for a failure or cancellation.
+            times: times of the completion's sequence, or None if no token has ended it.
+            error: reason for a failure or cancellation, or None.
         """
         sampling = request.sampling
         attributes: dict[str, Any] = {

@@ -17,7 +17,7 @@ BUNDLED = "demo_model"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Model to be served."""
+    """Specification of a model to be served: its names, its source and its engine's settings."""
 
     names: list[str]  # names of the model in requests. Answers contain the first.
     root: str  # its folder, file or name on the hub, as the user gave it
@@ -27,11 +27,16 @@ class ModelSpec:
 def plan_models(
     models: Iterable[str], settings: dict[str, Any], config: ServerConfig
 ) -> list[ModelSpec]:
-    """Return the specifications of models given as `[NAME=]MODEL`, the bundled model if empty.
+    """Return the specifications of the models of a server, in the order of `models`.
+
+    Args:
+        models: models, each as `[NAME=]MODEL`. Without any, the bundled model is planned.
+        settings: fields of `EngineConfig`, for all models.
+        config: the server's settings, with names of a single model and memory shares of several.
 
     Raises:
-        InvalidRequest: a name has no model, a name is repeated, weights name an unknown model, or
-            settings are out of range.
+        InvalidRequest: a name has no model, a name is repeated, several models share
+            `served_model_name`, weights name an unknown model, or settings are out of range.
     """
     named = []
     for text in models:
@@ -75,9 +80,9 @@ def plan_models(
 
 
 def check_models(specs: Iterable[ModelSpec]) -> None:
-    """Check that all models exist, before the first is loaded, which takes long.
+    """Check that the models of all specifications exist, before the first one is loaded.
 
-    Names on the hub are looked up when they are loaded.
+    Names on the Hugging Face hub are not looked up.
 
     Raises:
         CheckpointError: the message names the missing model.
@@ -87,7 +92,11 @@ def check_models(specs: Iterable[ModelSpec]) -> None:
 
 
 def memory_shares(names: list[str], weights: str | None) -> dict[str, float]:
-    """Return the share of the memory of each model, from text such as `a=2,b=1` (1 by default).
+    """Return the share of the device memory of each model by name. The shares add up to 1.
+
+    Args:
+        names: names of the models.
+        weights: text such as `a=2,b=1`, or None. A model that is not named has the weight 1.
 
     Raises:
         InvalidRequest: the text is invalid, or names an unknown model.

@@ -27,9 +27,13 @@ def start_models(
     progress: OnProgress | None = None,
     describe: Callable[[Loaded], Iterable[str]] = lambda loaded: (),
 ) -> Models:
-    """Load the models one after the other, and close them all if one fails.
+    """Load the models one after the other, start their engines, and return the served models.
+
+    If a model fails, the models that were started before are closed.
 
     Args:
+        specs: specifications of the models, at least one.
+        config: the server's settings.
         say: receives a line for each model, and the lines of `describe`.
         progress: receives the progress of each start.
         describe: returns lines about a model that was loaded.

@@ -35,7 +35,7 @@ HEADERS = ("traceparent", "tracestate")
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """Completion that has ended, as input of a span."""
+    """Data of a completion that has ended, for its span: arrival, latency, attributes and error."""
 
     arrived: int  # time of arrival in nanoseconds since the epoch
     latency: float  # seconds from arrival to end
@@ -44,12 +44,14 @@ class FinishedRequest:
 
 
 class RequestTracer:
-    """Sender of spans to a collector, through a queue in memory. It never waits for the collector.
+    """Sender of OpenTelemetry spans to a collector, through a queue in memory.
+
+    The sender never blocks requests to wait for the collector.
 
     Args:
         endpoint: URL of the collector. A URL with a path, such as `http://HOST:4318/v1/traces`,
             uses OTLP over HTTP, an address without path uses gRPC.
-        protocol: one of `PROTOCOLS`, which overrides this choice.
+        protocol: one of `PROTOCOLS`, which overrides the choice by the endpoint.
 
     Raises:
         InvalidRequest: the protocol is unknown, or the endpoint does not support it.
@@ -66,12 +68,17 @@ class RequestTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def context(self, headers: Mapping[str, str]) -> Context:
-        """Return the trace context of a request's headers, or a new context."""
+        """Return the trace context in a request's headers, or an empty context without one."""
         carrier = {name: headers[name] for name in HEADERS if name in headers}
         return self._propagator.extract(carrier, Context())
 
     def record(self, context: Context, ended: FinishedRequest) -> None:
-        """Queue the span of a completion. Errors are logged, not raised."""
+        """Queue the span of a completion for the collector. Errors are logged, not raised.
+
+        Args:
+            context: trace context of the completion's HTTP request.
+            ended: times, attributes and error of the completion.
+        """
         try:
             span = self._tracer.start_span(
                 "llm_request",
@@ -87,7 +94,7 @@ class RequestTracer:
             _log.exception("a request's trace was lost")
 
     def close(self) -> None:
-        """Send queued spans for up to `FAREWELL_SECONDS`, and discard the rest."""
+        """Send the queued spans for up to `FAREWELL_SECONDS`. Spans that remain are lost."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(FAREWELL_SECONDS)

@@ -18,7 +18,9 @@ from jaxserve.server.tool_calls.tools import CallUse, ToolUse
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """Format of the answers to one request."""
+    """Format of the model's answers to one request: which tool calls and thoughts their text may
+    contain, and how `AnswerReader` finds them.
+    """
 
     tools: ToolUse | None = None
     thinking: ThinkingFormat | None = None
@@ -30,14 +32,25 @@ class AnswerFormat:
     with_thoughts: bool = True
 
     def reader(self) -> AnswerReader | None:
-        """Return a reader of one answer, or None if all of its text is content."""
+        """Return a new `AnswerReader` for one answer, or None if the whole text of an answer is
+        content (no tools and no thinking format).
+        """
         if self.tools is None and self.thinking is None:
             return None
         calls = None if self.tools is None else self.tools.calls
         return readers_of(calls, self.thinking, self.start, self.with_thoughts)
 
     def num_thought(self, token_ids: list[int], thoughts: str) -> int:
-        """Return the number of thinking tokens in an answer, including the end marker."""
+        """Return the number of tokens in the thoughts of an answer, their end marker included.
+
+        Thoughts that never end reach up to the marker of the first tool call, or to the end of the
+        answer. The number is 0 for an answer without thoughts, and for a model whose end marker is
+        not a single token.
+
+        Args:
+            token_ids: all token ids of the answer.
+            thoughts: text of the thoughts that an `AnswerReader` has read, "" if there is none.
+        """
         if self.harmony is not None:
             return self.harmony.num_thought(token_ids)
         if self.thinking is None or self.end_token_id is None or self.start is ThoughtState.CLOSED:
@@ -52,11 +65,14 @@ class AnswerFormat:
 
 
 class AnswerReader:
-    """Incremental reader of an answer, for streams and for whole answers.
+    """Incremental reader that splits the text of an answer into content, thoughts and tool calls.
 
     Args:
-        calls_in_thoughts: reader of calls among thoughts that never end. With None, such text stays
-            thoughts.
+        thinking: reader that separates the thoughts from the answer text, None if there are none.
+        calls: reader of the tool calls in the answer text, None if the answer text is content only.
+        with_thoughts: False to drop the thoughts.
+        calls_in_thoughts: reader of the tool calls within thoughts that never end. With None, the
+            text of such calls stays part of the thoughts.
     """
 
     def __init__(
@@ -73,7 +89,15 @@ class AnswerReader:
         self.message = answer_parts.Message()  # the answer read so far
 
     def feed(self, text: str, final: bool = False) -> list[answer_parts.AnswerPart]:
-        """Read more text. Return the new parts of the answer that are certain by now."""
+        """Read the next piece of the answer. Return its new parts that later text cannot change.
+
+        The parts (`Content`, `Thought`, `CallPart`) are in the order of the text, and are also
+        added to `message`.
+
+        Args:
+            text: next piece of the decoded answer.
+            final: True if the answer ends here. All parts held back so far are then returned.
+        """
         pieces: list[answer_parts.AnswerPart] = []
         for piece in self._read(text, final):
             if self._with_thoughts or not isinstance(piece, answer_parts.Thought):
@@ -113,9 +137,10 @@ class AnswerReader:
 
 
 class _Thoughts:
-    """Thoughts that a model may leave for a call without an end marker.
+    """Reader of thoughts in which a model may make a tool call without an end marker before it.
 
-    Text from an apparent call on is held back. It is thoughts if the end marker comes later.
+    From the first apparent call on, the text is held back. It becomes thoughts if the end marker of
+    the thoughts comes later, and tool calls if the answer ends without the marker.
     """
 
     def __init__(self, calls: CallReader | RawCallReader) -> None:
@@ -125,7 +150,9 @@ class _Thoughts:
         self._waiting: list[answer_parts.AnswerPart] = []
 
     def feed(self, text: str) -> list[answer_parts.AnswerPart]:
-        """Read more text. Return the parts that are certain by now."""
+        """Read the next piece of the thoughts. Return the text before the first apparent call, as
+        parts of type `Thought`.
+        """
         self._text.add(text)
         return self._sort(self._calls.feed(text))
 
@@ -140,12 +167,18 @@ class _Thoughts:
         return said
 
     def end(self) -> list[answer_parts.AnswerPart]:
-        """Return the remaining thoughts, after their end marker was found."""
+        """Return the thoughts held back, apparent calls included, as text after their end marker
+        was found.
+
+        The list has one `Thought`, or is empty.
+        """
         text = str(self._text)[self._num_said :]
         return [answer_parts.Thought(text)] if text else []
 
     def finish(self) -> list[answer_parts.AnswerPart]:
-        """Return the remaining parts at the end of the text, calls included."""
+        """Return the parts held back, with their tool calls, after the answer ended within the
+        thoughts.
+        """
         return self._sort(self._calls.feed("", True)) + self._waiting
 
 
@@ -155,7 +188,14 @@ def readers_of(
     start: ThoughtState,
     with_thoughts: bool = True,
 ) -> AnswerReader:
-    """Return a reader of one answer."""
+    """Return a reader that splits one answer into content, thoughts and tool calls.
+
+    Args:
+        use: tool calls that the answer may contain, None for none.
+        thinking: format of the model's thoughts, None if the model has none.
+        start: state of the thoughts at the end of the prompt.
+        with_thoughts: False to drop the thoughts.
+    """
     if (use is not None and use.call_format.is_harmony) or (thinking and thinking.is_harmony):
         harmony_use = use if use is not None and use.call_format.is_harmony else None
         return AnswerReader(None, _harmony(harmony_use), with_thoughts)

@@ -17,21 +17,26 @@ _ALPHABET = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class Content:
-    """Next part of the answer text."""
+    """Next part of an answer's text, outside thoughts and tool calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Thought:
-    """Next part of the reasoning text before the answer."""
+    """Next part of the thoughts (reasoning text) in an answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallPart:
-    """Next part of a tool call. The first part of each call has its `id` and `name`."""
+    """Next part of tool call number `index` in an answer, with a piece of the JSON text of its
+    arguments.
+
+    The first part of each call also has the call's `id` and the tool's `name`. Later parts have
+    None.
+    """
 
     index: int
     arguments: str
@@ -43,7 +48,7 @@ AnswerPart = Content | Thought | CallPart
 
 
 class TextBuilder:
-    """String builder: appending costs time proportional to the added text."""
+    """String builder. Appending a text takes time proportional to the length of that text alone."""
 
     def __init__(self, text: str = "") -> None:
         self._parts = [text]
@@ -58,7 +63,7 @@ class TextBuilder:
 
 
 class Call:
-    """A tool call."""
+    """Tool call of an answer, assembled from its parts: its id, tool name and arguments."""
 
     def __init__(self, number: str, name: str) -> None:
         self.id = number
@@ -67,16 +72,16 @@ class Call:
 
     @property
     def arguments(self) -> str:
-        """JSON text of the arguments object."""
+        """JSON text of the tool call's arguments received so far."""
         return str(self._arguments)
 
     def add(self, text: str) -> None:
-        """Append `text` to the arguments."""
+        """Append `text` to the JSON text of the tool call's arguments."""
         self._arguments.add(text)
 
 
 class Message:
-    """Answer assembled from the parts that readers returned."""
+    """Answer of a model, assembled from parts of content, thoughts and tool calls."""
 
     def __init__(self, content: str = "") -> None:
         self._content = TextBuilder(content)
@@ -85,16 +90,18 @@ class Message:
 
     @property
     def content(self) -> str:
-        """Answer text so far."""
+        """Text of the answer received so far, without thoughts and tool calls."""
         return str(self._content)
 
     @property
     def reasoning(self) -> str:
-        """Reasoning text so far."""
+        """Text of the thoughts received so far."""
         return str(self._reasoning)
 
     def add(self, piece: AnswerPart) -> None:
-        """Append a part of the answer to the content, the reasoning or a call."""
+        """Append a part of the answer to the content, the thoughts or the tool call that it belongs
+        to.
+        """
         if isinstance(piece, Content):
             self._content.add(piece.text)
         elif isinstance(piece, Thought):
@@ -111,7 +118,7 @@ NAME = r"[A-Za-z0-9_.-]{1,128}"
 
 
 class Beside(enum.Enum):
-    """Text that a grammar of calls allows in addition to calls."""
+    """Text that a grammar of tool calls allows an answer to contain in addition to the calls."""
 
     NOTHING = "nothing"
     FORM = "form"  # structured output instead of calls
@@ -120,7 +127,10 @@ class Beside(enum.Enum):
 
 @dataclass(frozen=True)
 class WrittenCall:
-    """Call that a model wrote, or its beginning if a grammar forms it."""
+    """Tool call that was read from an answer: tool name, JSON text of the arguments, and id.
+
+    If a grammar enforces the call, the arguments may be only the beginning of the JSON text.
+    """
 
     name: str
     arguments: str  # JSON text of an object, or its beginning
@@ -129,10 +139,12 @@ class WrittenCall:
 
 
 def make_call(name: str, arguments: Any, number: str | None = None) -> WrittenCall:
-    """Return a call with its arguments as JSON text.
+    """Return a tool call with its arguments as JSON text.
 
     Args:
-        arguments: object, JSON text of an object, or None for no arguments.
+        name: name of the tool.
+        arguments: object, JSON text of an object, or None or "" for no arguments.
+        number: id of the call as the model wrote it, or None.
 
     Raises:
         UncallableCall: the arguments are not an object, or not valid JSON.
@@ -150,13 +162,13 @@ def make_call(name: str, arguments: Any, number: str | None = None) -> WrittenCa
 
 
 class AnswerBuffer:
-    """Pending parts of an answer, which are certain and not fetched yet.
+    """Buffer of content and tool calls that a reader has found, until they are fetched.
 
     Args:
-        parallel: True if several calls are allowed. Otherwise all calls after the first are
-            dropped.
-        id_length: length of generated call ids, None for OpenAI's form.
-        is_silent: True if content is dropped. It may be changed later.
+        parallel: False to drop all calls after the first.
+        id_length: length of generated call ids of letters and digits, None for OpenAI's form
+            "call_...".
+        is_silent: True to drop content. The attribute may be changed later.
     """
 
     def __init__(self, parallel: bool, id_length: int | None, is_silent: bool = False) -> None:
@@ -170,7 +182,12 @@ class AnswerBuffer:
         self._has_content = False
 
     def fetch(self, final: bool) -> list[AnswerPart]:
-        """Return the collected parts, and clear them."""
+        """Return the buffered parts of the answer in order, and empty the buffer.
+
+        Args:
+            final: True if the answer ends here. White space held back then becomes content, unless
+                the answer has calls.
+        """
         if final and not self._has_calls and self._spaces:
             self._pieces.append(Content("".join(self._spaces)))
             self._spaces.clear()
@@ -178,9 +195,10 @@ class AnswerBuffer:
         return pieces
 
     def say(self, text: str) -> None:
-        """Add content.
+        """Add content to the buffer, unless content is dropped.
 
-        White space at its end is held back, since a call would make it disappear.
+        White space at the end of `text` is held back until more content follows: next to tool calls
+        it is dropped.
         """
         if self.is_silent:
             return
@@ -195,12 +213,16 @@ class AnswerBuffer:
             self._spaces.append(text[len(content) :])
 
     def leave_out_space(self) -> None:
-        """Drop the white space held back, and mark the answer as having calls."""
+        """Drop the white space held back, and record that the answer has tool calls."""
         self._has_calls = True
         self._spaces.clear()
 
     def call(self, call: WrittenCall) -> None:
-        """Add a call, or its beginning."""
+        """Add a tool call, or its beginning, to the buffer, with a new id if the call has none.
+
+        The white space held back is dropped, and so is the call itself if only one call is allowed
+        and it is not the first.
+        """
         self._num_calls += 1
         self.leave_out_space()
         if self._parallel or self._num_calls == 1:
@@ -209,7 +231,9 @@ class AnswerBuffer:
             self._pieces.append(CallPart(index, call.arguments, number, call.name))
 
     def more(self, arguments: str) -> None:
-        """Append to the arguments of the newest call."""
+        """Append JSON text to the arguments of the newest tool call, unless that call was
+        dropped.
+        """
         if self._parallel or self._num_calls == 1:
             self._pieces.append(CallPart(self._num_calls - 1, arguments))
 

@@ -26,7 +26,7 @@ _SHORT_NAME = re.compile(rf"\s*({NAME})\s*(?=\()")
 
 @dataclass(frozen=True)
 class JsonCall(CallBody):
-    """Call as a JSON object: `{"name": "f", "arguments": {"a": 1}}`."""
+    """Notation of a tool call as a JSON object, `{"name": "f", "arguments": {"a": 1}}`."""
 
     # Key of the arguments as the model was trained. The two usual keys are always read.
     arguments: str = "arguments"
@@ -94,15 +94,15 @@ class JsonCall(CallBody):
         return make_call(name, arguments)
 
     def read_head(self, source: text_feed.TextFeed) -> text_feed.Reading[tuple[str, str | None]]:
-        """Consume the text before the arguments of a call that a grammar has formed.
+        """Consume the text before the arguments of a JSON tool call that a grammar has formed.
 
-        Return the name of the call.
+        Return the name of the tool, and None for the id of the call.
         """
         match = yield from source.match(_formed_head(self))
         return match[1], None
 
     def read_tail(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:
-        """Consume the text after the arguments."""
+        """Consume the "}" that closes a tool call after its arguments, if it comes next."""
         yield from source.skip_space()
         yield from source.takes("}")
 
@@ -122,7 +122,7 @@ def _formed_head(body: JsonCall) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class HeadedCall(CallBody):
-    """Call whose name precedes the JSON object of its arguments."""
+    """Notation of a tool call whose name precedes the JSON object of its arguments."""
 
     after: str  # text between the name and the arguments
     before: str = ""  # text between the marker and the name
@@ -160,16 +160,22 @@ class HeadedCall(CallBody):
     def read_head(
         self, source: text_feed.TextFeed, behind: str = "{"
     ) -> text_feed.Reading[tuple[str, str | None]]:
-        """Consume the text before the arguments. Return the name and the id of the call.
+        """Consume the text before the arguments of a tool call. Return the name of the tool, and
+        the id of the call (None in formats without ids).
 
         Args:
-            behind: characters, one of which must follow the head.
+            behind: characters, one of which must follow the consumed text.
+
+        Raises:
+            FormatMismatch: the text does not begin like a call.
         """
         match = yield from source.match(_head(self, behind))
         return match["name"], match["id"] if self.is_numbered else None
 
     def read_tail(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:
-        """Consume the text after the arguments."""
+        """Consume the text that the format has after the arguments of a tool call, if it comes
+        next.
+        """
         if self.tail.strip():
             yield from source.skip_space()
             yield from source.takes(self.tail.strip())
@@ -185,14 +191,16 @@ def _head(body: HeadedCall, behind: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class PythonCalls(CallBody):
-    """Calls in Python syntax: a list `[f(a=1), g()]`, or one call per line."""
+    """Notation of tool calls in Python syntax: a list `[f(a=1), g()]`, or one call per line."""
 
     is_list: bool = True  # True if the calls are in brackets
     marks: tuple[str, ...] = ()
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Brackets that must balance."""
+        """The pair of brackets that must balance: square brackets for a list, otherwise
+        parentheses.
+        """
         return (("[", "]"),) if self.is_list else (("(", ")"),)
 
     def begins(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:
@@ -229,5 +237,5 @@ Body = JsonCall | HeadedCall | PythonCalls | XmlCall | KeyedCall | BracedCall
 
 
 def all_marks(bodies: Iterable[Body]) -> set[str]:
-    """Return the markers that readers of these bodies look for."""
+    """Return the set of all non-empty markers that some notations of tool calls look for."""
     return {mark for body in bodies for mark in body.marks if mark}

@@ -12,21 +12,22 @@ from jaxserve.server.tool_calls.tagged_calls import TagCall
 
 
 class CallReader:
-    """Incremental reader of an answer. The result does not depend on how the text is divided.
+    """Incremental reader that finds the tool calls in an answer. Other text is content.
 
-    Calls that the model chose, and all text from the first one on, are returned when the text has
-    ended, since later text may show that a call was a quotation. A call that turns out to be
-    invalid is content, unchanged. If a grammar enforces the calls (`is_certain`), calls and
-    arguments are returned as they arrive. White space around calls is dropped.
+    If a grammar enforces the calls (`is_certain`), calls and their arguments are returned as they
+    arrive. Otherwise calls, and all text from the first call on, are returned when the text has
+    ended, since later text may show that a call was a quotation. An invalid call is unchanged
+    content. White space around calls is dropped. The result does not depend on how the text is
+    divided.
 
     Args:
-        tools: tools that may be called. A call of another name is content. Their schemas determine
-            the types of bare values. If only names are given, all bare values are strings.
+        tools: argument schemas by name of the tools that may be called. A call of another name is
+            content. The schemas determine the types of unquoted values, which are strings if only
+            names are given.
         is_certain: True if every call that begins is well formed.
-        parallel: True if several calls are allowed. Otherwise all calls after the first are
-            dropped.
-        beside: text that the grammar allows in addition to calls. A call that a limit cut before
-            its arguments is then dropped. With None it is content.
+        parallel: False to drop all calls after the first.
+        beside: text that the grammar allows in addition to calls. A call that a token limit cut
+            before its arguments is then dropped. With None such a call is content.
     """
 
     def __init__(
@@ -50,7 +51,11 @@ class CallReader:
         self._reading = self._read()
 
     def feed(self, text: str, final: bool = False) -> list[answer_parts.AnswerPart]:
-        """Read more text. Return the new parts of the answer that are certain by now."""
+        """Read the next piece of the answer. Return its new parts that later text cannot change.
+
+        Args:
+            final: True if the answer ends here. All parts held back are then returned.
+        """
         self._source.add(text, final)
         next(self._reading, None)
         return self._pieces.fetch(final)
@@ -87,7 +92,10 @@ class CallReader:
         source.rewind()
 
     def _read_unmarked(self) -> text_feed.Reading[None]:
-        """Read calls at the beginning of the text, where the marker is optional."""
+        """Read tool calls at the beginning of an answer in a format whose marker is optional.
+
+        Nothing is consumed if the answer begins with the marker, or without the bracket of a call.
+        """
         source = self._source
         yield from source.skip_space()
         bracket = "[" if self._format.is_array else "{"
@@ -104,9 +112,9 @@ class CallReader:
             self._num_malformed = unconstrained_calls.MAX_MALFORMED
 
     def _read_marked(self, mark: str) -> text_feed.Reading[None]:
-        """Read the calls after `mark`, which has been consumed.
+        """Read the tool calls after the marker `mark`, which has been consumed.
 
-        Without calls, the marker is content.
+        If no call follows, the marker becomes content.
         """
         if self._is_certain:
             has_calls = yield from self._read_formed(mark)
@@ -121,7 +129,11 @@ class CallReader:
             self._source.settle()
 
     def _leave_out(self, mark: str) -> text_feed.Reading[bool]:
-        """Consume a call that means "no call", and drop it. Return whether one came next."""
+        """Consume and drop a call by which the model says that it calls no tool
+        ("directly-answer").
+
+        Return whether such a call came next.
+        """
         source, form, body = self._source, self._format, self._format.body
         if not isinstance(body, JsonCall) or not body.answers:
             return False
@@ -161,9 +173,13 @@ class CallReader:
                 self._pieces.call(part)
 
     def _read_formed(self, mark: str) -> text_feed.Reading[bool]:
-        """Read the calls after a marker that a grammar has formed. Return whether there was one.
+        """Read the tool calls of an answer that a grammar enforces. Return whether there was a
+        call.
 
-        A call that a limit cut before its arguments is dropped.
+        A call that a token limit cut before its arguments is dropped.
+
+        Args:
+            mark: marker before the calls, which has been consumed, or "" for an optional marker.
         """
         source, form, body, has_called = self._source, self._format, self._format.body, False
         try:
@@ -190,7 +206,9 @@ class CallReader:
             return has_called
 
     def _leave_out_cut(self, mark: str) -> None:
-        """Drop the incomplete text of a call that a limit has cut."""
+        """Drop an incomplete closing text or separator that a token limit cut at the end of an
+        answer.
+        """
         source, form = self._source, self._format
         if self._beside is None or not source.is_final:
             return
@@ -218,9 +236,13 @@ class CallReader:
     def _stream_call(
         self, body: JsonCall | HeadedCall, has_called: bool
     ) -> text_feed.Reading[bool]:
-        """Read a call that a grammar has formed, and return its arguments as they arrive.
+        """Read a tool call that a grammar enforces, and add its arguments to the parts as they
+        arrive.
 
-        A call that a limit has cut is still a call if a part of it was returned.
+        Return True, also for a call that a token limit cut within its arguments.
+
+        Raises:
+            FormatMismatch: the text before the arguments is incomplete or of another format.
         """
         source, finder = self._source, EndFinder()
         name, number = yield from body.read_head(source)

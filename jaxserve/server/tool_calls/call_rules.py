@@ -33,8 +33,8 @@ _MARK = re.compile(r"(<[^<>\s\"]+>)")
 
 @dataclass(frozen=True)
 class Function:
-    """Tool as grammars need it: its name, and a JSON schema of arguments or a Lark grammar of raw
-    text.
+    """Tool for which a grammar is written: its name, and the JSON schema of its arguments or a Lark
+    grammar of its raw text.
     """
 
     name: str
@@ -43,7 +43,9 @@ class Function:
 
 
 def bare(schema: Any) -> Any:
-    """Return a schema without annotation keywords, which do not restrict values."""
+    """Return a copy of a JSON schema without descriptions and other keywords that do not restrict
+    values.
+    """
     if isinstance(schema, list):
         return [bare(item) for item in schema]
     if not isinstance(schema, dict):
@@ -60,7 +62,11 @@ def bare(schema: Any) -> Any:
 
 
 def arguments_schema(function: Function) -> dict[str, Any]:
-    """Return the schema of a function's arguments: an object with only the declared properties."""
+    """Return the JSON schema that a grammar enforces for the arguments of a tool.
+
+    It is the tool's schema with type object and without annotations. Undeclared arguments are
+    excluded unless the schema sets `additionalProperties`.
+    """
     schema = {"type": "object", **plain_schema(bare(function.schema))}
     properties, required = schema.get("properties"), schema.get("required")
     if isinstance(properties, dict) and "additionalProperties" not in schema:
@@ -71,21 +77,28 @@ def arguments_schema(function: Function) -> dict[str, Any]:
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """Return the right side of a Lark rule that matches JSON values of a schema.
+    """Return the right side of a Lark rule that matches the JSON values of a schema.
 
-    `EnforceableSchemas` must have checked the schema.
+    `EnforceableSchemas` must have checked the schema before.
     """
     return "%json " + json.dumps({**schema, "x-guidance": _GUIDANCE})
 
 
 def escaped(mark: str) -> str:
-    """Return a regular expression that matches `mark`, for use between slashes in Lark."""
+    """Return a regular expression for Lark, without its slashes, that matches exactly the text
+    `mark`.
+    """
     plain = "_<>"
     return "".join(c if c.isalnum() or c in plain or not c.isascii() else f"\\{c}" for c in mark)
 
 
 def spelled(text: str, spell: Callable[[str], str]) -> list[str]:
-    """Return a text as Lark terms: markers as `spell` writes them, other text quoted."""
+    """Return a list of Lark terms that together match a text.
+
+    Args:
+        spell: function that returns the Lark term of a marker, a token `<[id]>` or a quoted string.
+            Text between markers becomes quoted strings.
+    """
     whole = spell(text)
     if whole.startswith("<["):
         return [whole]
@@ -101,12 +114,12 @@ Spell = Callable[[str], str]
 
 
 class Unformable(Exception):
-    """The call format cannot express exactly the values that a schema allows."""
+    """Error: a format of tool calls cannot express exactly the values that a JSON schema allows."""
 
 
 @dataclass(frozen=True)
 class _Tags:
-    """Texts around an argument."""
+    """Texts around the name and the value of an argument in a tagged tool call."""
 
     key: str  # text before the name
     before: str  # text between the name and the value, with `{}` for the type of the value
@@ -118,9 +131,14 @@ class _Tags:
 
 
 def tagged_rules(form: CallFormat, functions: Sequence[Function], spell: Spell) -> Iterator[str]:
-    """Yield the rules of one call, from after its marker to its own end.
+    """Yield the Lark rules of one tool call with a tag per argument, of any of the functions.
 
-    Arguments come in the order of the schema, each at most once.
+    The rule `call` matches from after the marker of the call to the call's own end. Arguments come
+    in the order of the schema, each at most once.
+
+    Args:
+        form: format of the call, whose body is an `XmlCall` or a `KeyedCall`.
+        spell: function that returns the Lark term of a marker.
 
     Raises:
         Unformable: the format cannot express a schema exactly.
@@ -151,7 +169,9 @@ def _written(part: str, name: str, spell: Spell) -> str:
 
 
 def _parts(form: CallFormat) -> tuple[list[str], _Tags, str]:
-    """Return the texts up to the name of a call, the tags of its arguments, and its end."""
+    """Return the parts of a tagged call: the texts up to the end of the function name, in which
+    NAME stands for that name, the tags around an argument, and the text after all arguments.
+    """
     body = form.body
     if isinstance(body, KeyedCall):
         key, key_end, value, end = body.tags
@@ -180,7 +200,16 @@ def _stops(form: CallFormat, opening: str) -> tuple[str, ...]:
 def _argument(
     rule: str, name: str, schema: dict[str, Any], tags: _Tags, spell: Spell
 ) -> Iterator[str]:
-    """Yield the rules of an argument: its tags and its value."""
+    """Yield the Lark rules of one argument of a tagged call: its tags and its value.
+
+    Args:
+        rule: name of the rule of the argument.
+        name: name of the argument.
+        schema: JSON schema of all arguments of the tool.
+
+    Raises:
+        Unformable: the tags cannot express the name or the values that the schema allows.
+    """
     value_schema = property_schema(schema, name)
     types = types_of(value_schema, schema)
     is_text = "string" in types or not types
@@ -228,7 +257,16 @@ def _choices(values: list[Any], value_schema: Any, schema: dict[str, Any], tags:
 
 
 def _text(rule: str, opening: str, value_schema: Any, tags: _Tags, spell: Spell) -> Iterator[str]:
-    """Yield the rules of a free text, with its length bounds if it has any."""
+    """Yield the Lark rules of an argument with any text as value, with the length limits of its
+    schema.
+
+    Args:
+        rule: name of the rule of the argument.
+        opening: Lark terms of the tags before the value.
+
+    Raises:
+        Unformable: the schema restricts the text by other keywords, or its limits are too large.
+    """
     limits = value_schema.keys() - {"type"}
     if all(choice == {"type": choice.get("type")} for choice in value_schema.get("anyOf", [{}])):
         limits.discard("anyOf")
@@ -249,7 +287,7 @@ def _text(rule: str, opening: str, value_schema: Any, tags: _Tags, spell: Spell)
 
 
 def _text_rule(rule: str, before: str, inner: str, tags: _Tags, spell: Spell) -> Iterator[str]:
-    """Yield the rules of a text that matches `inner`, up to and including the tag that ends it."""
+    # The rules match `inner` up to and including the tag that ends it.
     first, *rest = spelled(tags.end, spell)
     without = rf" & ~/(.|\n)*({'|'.join(map(escaped, tags.stops))})(.|\n)*/"
     if first.startswith("<["):  # one added token ends the text
@@ -268,7 +306,14 @@ _KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def object_rules(
     form: CallFormat, functions: Sequence[Function], spell: Callable[[str], str]
 ) -> Iterator[str]:
-    """Yield the rules of a call as JSON, or as a name with JSON arguments."""
+    """Yield the Lark rules of one tool call as a JSON object, or as a name with JSON arguments.
+
+    The rule `call` matches a call of any of the functions.
+
+    Args:
+        form: format of the call, whose body is a `JsonCall` or a `HeadedCall`.
+        spell: function that returns the Lark term of a marker.
+    """
     body = form.body
     assert isinstance(body, JsonCall | HeadedCall)
     yield "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
@@ -291,9 +336,10 @@ def object_rules(
 
 
 def python_rules(functions: Sequence[Function]) -> Iterator[str]:
-    """Yield the rules of calls in Python syntax.
+    """Yield the Lark rules of one tool call in Python syntax, of any of the functions.
 
-    Keyword arguments come in the order of the schema, required ones first.
+    The rule `call` matches a call with keyword arguments in the order of the schema, required ones
+    first.
 
     Raises:
         InvalidRequest: the name of a property is not a valid Python keyword argument.

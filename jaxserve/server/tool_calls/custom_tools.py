@@ -23,12 +23,15 @@ INPUT = ('{"input": "', '"}')
 
 
 def escaped_input(text: str) -> str:
-    """Return raw text escaped for a JSON string."""
+    """Return text escaped for the inside of a JSON string, without quotation marks around it."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def takes_raw_text(form: CallFormat) -> bool:
-    """Return whether calls may contain raw text: each is one object between two markers."""
+    """Return whether a format of tool calls allows raw text in place of the JSON arguments.
+
+    It does if each call is one JSON object between an opening and a closing marker.
+    """
     body = form.body
     is_plain = isinstance(body, JsonCall) and not body.is_keyed and not body.number
     is_list = form.is_array or form.is_optional_mark or bool(form.section[0])
@@ -42,7 +45,14 @@ def raw_head(form: CallFormat, name: str) -> str:
 
 
 class RawCallReader:
-    """Incremental reader of an answer that may end with a call with raw text."""
+    """Incremental reader of an answer whose last tool call may have raw text as its input.
+
+    Raw text extends to the end of the answer. It is returned as the JSON argument `input`.
+
+    Args:
+        names: names of the tools with raw text.
+        calls: reader of the text before a call with raw text.
+    """
 
     def __init__(self, form: CallFormat, names: Iterable[str], calls: CallReader) -> None:
         self._heads = {f"{form.mark}\n{raw_head(form, name)}": name for name in names}
@@ -52,7 +62,11 @@ class RawCallReader:
         self._is_raw = False
 
     def feed(self, text: str, final: bool = False) -> list[AnswerPart]:
-        """Read more text. Return the new parts of the answer that are certain by now."""
+        """Read the next piece of the answer. Return its new parts that later text cannot change.
+
+        Args:
+            final: True if the answer ends here.
+        """
         if self._is_raw:
             return [self._part(text, final)]
         self._waiting += text
@@ -70,7 +84,7 @@ class RawCallReader:
         return [*pieces, opened, self._part(rest, final)]
 
     def _num_open(self) -> int:
-        """Return how many characters to hold back: white space and an incomplete head of a call."""
+        # White space and an incomplete head of a call stay unread.
         text, size = self._waiting, 0
         for start in range(max(0, len(text) - max(map(len, self._heads))), len(text)):
             if any(head.startswith(text[start:]) for head in self._heads):
@@ -98,14 +112,18 @@ _WHOLE = re.compile(
 
 
 class CustomInput:
-    """Incremental reader of the string argument `input` in the JSON arguments of a call."""
+    """Incremental reader of the text `input` in the JSON arguments of a call of a custom tool."""
 
     def __init__(self) -> None:
         self._waiting = ""
         self._is_open = self._has_ended = False
 
     def feed(self, arguments: str) -> str:
-        """Read more of the arguments. Return the part of the input text that is certain by now."""
+        """Read the next piece of the JSON arguments. Return the new, unescaped part of the text
+        `input`.
+
+        The part is "" as long as no complete character of the text has arrived.
+        """
         self._waiting += arguments
         if not self._is_open:
             head = _HEAD.match(self._waiting)
@@ -122,9 +140,10 @@ class CustomInput:
         return json.loads(escaped, strict=False)
 
     def finish(self) -> str:
-        """Return the rest of the input text at the end of the arguments.
+        """Return the remaining part of the text `input` at the end of the JSON arguments.
 
-        If the arguments are not an object with a string `input`, the result is all of their text.
+        It is the whole argument text if the arguments are not an object with a string `input`, and
+        "" if `feed` has already returned the text.
         """
         if self._is_open:
             return ""

@@ -36,12 +36,13 @@ def _with_text(function: dict[str, Any]) -> dict[str, Any]:
 
 
 class Dialect:
-    """Formats in which a model writes tool calls and thoughts.
+    """Formats in which one model writes tool calls and thoughts, found in its chat template.
 
     Args:
-        tool_call_parser: name of the call format, "none" if there are no calls, None to detect it
-            in the chat template.
-        reasoning_parser: name of the thinking format, or None to detect it in the chat template.
+        tokenizer: `Tokenizer` of the model, None without a tokenizer.
+        tool_call_parser: name of the format of tool calls, "none" if the model makes no calls, None
+            to detect the format in the chat template.
+        reasoning_parser: name of the thinking format, None to detect it in the chat template.
     """
 
     def __init__(
@@ -66,21 +67,23 @@ class Dialect:
 
     @property
     def call_format(self) -> CallFormat:
-        """Call format of the model, or the default format (for forced calls) if it is unknown."""
+        """Format of the model's tool calls, or the default format (for forced calls) if it is
+        unknown.
+        """
         return CALL_FORMATS[self.parser or DEFAULT_FORMAT]
 
     def spell(self, mark: str) -> str:
-        """Return a marker as a term of a Lark grammar.
-
-        It is the token `<[id]>` if the tokenizer has the marker as an added token, otherwise a
-        quoted string.
+        """Return the marker `mark` as a term of a Lark grammar: the token `<[id]>` if it is an
+        added token, otherwise a quoted string.
         """
         token = self._tokenizer.token_id(mark)
         return json.dumps(mark) if token is None else f"<[{token}]>"
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Ids of tokens that end an answer, in addition to the end tokens of the checkpoint."""
+        """Ids of tokens that end an answer beside the checkpoint's own, in gpt-oss only,
+        else [].
+        """
         if self.thinking is None or not self.thinking.is_harmony:
             return []
         ids = (self._tokenizer.token_id(mark) for mark in harmony.HARMONY_STOPS)
@@ -89,10 +92,13 @@ class Dialect:
     def marks(
         self, prompt: list[int], use: ToolUse | None = None, is_formed: bool = False
     ) -> ThinkingMarks | None:
-        """Return the token ids with which the engine recognizes thoughts in an answer, or None.
+        """Return the markers and token ids by which the engine finds the thoughts in an answer.
+
+        The result is None if the model has no thinking format.
 
         Args:
-            is_formed: True if structured outputs constrain the answer after the thoughts.
+            prompt: token ids of the prompt, whose end may have opened or closed the thoughts.
+            is_formed: True if a structured output format constrains the answer after the thoughts.
         """
         if self.thinking is None:
             return None
@@ -117,10 +123,10 @@ class Dialect:
         )
 
     def _harmony_marks(self, forms_calls: bool, is_formed: bool, is_held: bool) -> ThinkingMarks:
-        """Return the markers of thoughts for gpt-oss's channels.
+        """Return the markers of the thoughts in gpt-oss's channels.
 
-        A grammar of calls includes the thoughts, unless they have a token budget. Any other
-        constraint on the answer applies from the final channel on.
+        A grammar of tool calls applies from the first message on, since it includes the thoughts,
+        unless they have a token budget. Any other output format applies from the final channel on.
         """
         assert self.thinking is not None
         turn = f"{harmony.END}{harmony.START}assistant"
@@ -144,7 +150,9 @@ class Dialect:
     def adapted(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Return messages and tools in the form that the model's chat template can render."""
+        """Return copies of the messages and tools of a conversation in the form that the model's
+        chat template can render, with arguments of tool calls as text if the template needs text.
+        """
         if self._has_text_arguments or self._needs_no_content:
             messages = [self._as_text(message) for message in messages]
         if self.thinking is None or not self.thinking.is_harmony:
@@ -180,7 +188,9 @@ class Dialect:
         return self._tokenizer.encode_word(self.thinking.end) if token is None else [token]
 
     def start(self, prompt: list[int]) -> thoughts.ThoughtState:
-        """Return the state of the thoughts at the end of a prompt."""
+        """Return the state of the thoughts (open, closed or free) after the token ids of a
+        prompt.
+        """
         assert self.thinking is not None
         start = thoughts.start_of(
             self._tokenizer.decode(prompt[-_TAIL_TOKENS:], False), self.thinking
@@ -192,8 +202,8 @@ class Dialect:
         )
 
     def shows_special(self, use: ToolUse | None) -> bool:
-        """Return whether answers must be decoded with special tokens, because readers need one as
-        text.
+        """Return whether answers must be decoded with special tokens, because a marker of tool
+        calls or thoughts is a special token.
         """
         marks = set() if use is None else use.calls.call_format.marks
         if self.thinking is not None:
@@ -203,7 +213,13 @@ class Dialect:
     def answer_format(
         self, prompt: list[int], use: ToolUse | None, with_thoughts: bool
     ) -> AnswerFormat:
-        """Return the format with which answers to a prompt are read."""
+        """Return the format by which the answers to a request are split into content, thoughts and
+        calls.
+
+        Args:
+            prompt: token ids of the prompt.
+            use: tools of the request, None without tools.
+        """
         if self.thinking is None:
             return AnswerFormat(use)
         if self.thinking.is_harmony:
@@ -272,8 +288,8 @@ _CALLS: tuple[tuple[tuple[str, ...], str | None], ...] = (
 
 
 def detect_calls(template: str) -> str | None:
-    """Return the name of the call format of a chat template, or None if no known format matches.
+    """Return the name of the tool call format that fits the source of a chat template.
 
-    It is the first row of `_CALLS` whose texts are all in the template.
+    It is the format of the first row of `_CALLS` whose texts are all in the template, or None.
     """
     return thoughts.first_match(_CALLS, template)

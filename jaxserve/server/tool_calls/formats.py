@@ -18,7 +18,9 @@ from jaxserve.server.tool_calls.gemma import BracedCall
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Format in which a model writes calls."""
+    """Format in which a model writes tool calls: markers, separators, and the notation of a
+    call.
+    """
 
     mark: str  # marker before calls
     # True if the marker may be missing. The whole text is then calls.
@@ -40,27 +42,31 @@ class CallFormat:
 
     @property
     def is_python(self) -> bool:
-        """Return whether calls are in Python syntax."""
+        """Whether tool calls in this format have Python syntax."""
         return isinstance(self.body, PythonCalls)
 
     @property
     def has_grammar(self) -> bool:
-        """Return whether a grammar can enforce this format. Otherwise DEFAULT_FORMAT is used."""
+        """Whether a grammar can enforce calls in this format. If not, forced calls use
+        DEFAULT_FORMAT.
+        """
         return not isinstance(self.body, BracedCall)
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """Texts with which calls may begin."""
+        """Markers with which tool calls may begin: of the section, of a call, and alternative
+        ones.
+        """
         return tuple(filter(None, (self.section[0], self.mark, *(mark for mark, _ in self.others))))
 
     @property
     def closes(self) -> tuple[str, ...]:
-        """Closing texts after a call, which are dropped."""
+        """Texts that may close a tool call. Readers drop them."""
         return tuple(filter(None, (self.close, *(close for _, close in self.others))))
 
     @property
     def marks(self) -> set[str]:
-        """All markers that readers look for."""
+        """All markers that readers of this call format look for, those of the notation included."""
         return {*self.starts, *self.closes, *filter(None, self.section), *all_marks([self.body])}
 
 

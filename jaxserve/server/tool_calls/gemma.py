@@ -16,12 +16,18 @@ _BARE_ITEM = re.compile(r"[-+.\w]{1,64}\s*[,\]]")
 
 
 class BraceReader(literals.Cursor):
-    """Parser of an object in braces, up to the end of the call around it.
+    """Parser of the arguments of a tool call in Gemma's notation: an object in braces with bare
+    keys.
 
-    A marker ends a string only if the text after it continues the object or ends the call. Markers
-    of calls within a string are counted, so that a balanced quotation is part of the string. If
-    counting finds no end, call markers are ignored, provided that only one marker can end the
-    string.
+    A marker ends a string only if the text after the marker continues the object or ends the call.
+    Call markers within a string are counted, so that a balanced quotation of calls is part of the
+    string. If counting finds no end, call markers are ignored, provided that only one marker can
+    end the string.
+
+    Args:
+        position: index in `text` of the opening brace.
+        quote: marker at both ends of a string.
+        schema: JSON schema of the arguments, which determines the types of bare values.
     """
 
     def __init__(
@@ -37,15 +43,17 @@ class BraceReader(literals.Cursor):
 
     @property
     def position(self) -> int:
-        """Index of the next character."""
+        """Index in the parsed text of the next character that the parser reads."""
         return self._position
 
     def call(self) -> dict[str, Any]:
-        """Parse and return the object, and check that the call ends after it.
+        """Parse the object of the arguments and return it, after checking that the tool call ends
+        behind it.
 
         Raises:
             FormatMismatch: the call does not end after the object.
-            ValueError: the text is not such an object, or is ambiguous.
+            ValueError: the text is not an object in this notation, or the end of a string is
+                ambiguous.
         """
         values = self._mapping(self._root)
         self._context.take_end(self._text, self._position)
@@ -131,7 +139,12 @@ class BraceReader(literals.Cursor):
         self._context.layout.note(place, text)
 
     def _string(self) -> str:
-        """Consume a string and its end marker, after its opening marker. Return the string."""
+        """Consume a string and its end marker, and return the string. The start marker was consumed
+        before.
+
+        Raises:
+            ValueError: no marker can end the string, or several can.
+        """
         start, depth = self._position, 0
         for match in self._marks.finditer(self._text, start):
             if match[0] != self._quote:
@@ -149,7 +162,9 @@ class BraceReader(literals.Cursor):
         return self._text[start:end]
 
     def _continues(self, position: int) -> bool:
-        """Return whether the object can continue after a string that ends at `position`."""
+        """Return whether the text after a string that ends at `position` continues or ends the
+        arguments.
+        """
         text, closing = self._text, self._closing.copy()
         while closing:
             position = after_space(text, position)
@@ -189,7 +204,7 @@ def _bare(text: str) -> Any:
 
 @dataclass(frozen=True)
 class BracedCall(CallBody):
-    """Call in Gemma's notation: `call:f{a:<|"|>text<|"|>,b:[1,2]}`."""
+    """Notation of Gemma's tool calls: `call:f{a:<|"|>text<|"|>,b:[1,2]}`."""
 
     quote: str  # marker at both ends of a string
     pairs: tuple[tuple[str, str], ...] = (("{", "}"),)
@@ -200,7 +215,9 @@ class BracedCall(CallBody):
 
     @property
     def final(self) -> re.Pattern[str]:
-        """Pattern of the end of a string that also ends its call."""
+        """Pattern of the marker that ends the last string of a tool call, up to the last closing
+        brace.
+        """
         return re.compile(rf"{re.escape(self.quote)}[\s}}\]]*\}}")
 
     def begins(self, source: text_feed.TextFeed) -> text_feed.Reading[None]:

@@ -20,7 +20,7 @@ MAX_CALLS = 16
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """Grammar of answers that call some functions, in one format."""
+    """Lark grammar of answers that call functions in one format of tool calls."""
 
     form: CallFormat
     functions: Sequence[Function]  # functions that may be called, at least one
@@ -34,10 +34,10 @@ class CallGrammar:
     may_think: bool = True
 
     def text(self) -> str:
-        """Return the grammar in Lark.
+        """Return the source of the Lark grammar, whose rule `start` matches a whole answer.
 
         Raises:
-            Unformable: the format cannot express a schema exactly.
+            Unformable: the format of tool calls cannot express a schema exactly.
             InvalidRequest: the name of a property is not a valid Python keyword argument.
         """
         if not self.form.has_grammar:
@@ -51,11 +51,10 @@ class CallGrammar:
         return self._plain()
 
     def _times(self, text: str) -> str:
-        """Return a text that may be repeated for further calls, "" if there is only one call."""
+        # Terms for further calls. "" if only one call is allowed.
         return f" ({text}){{0,{self.most - 1}}}" if self.most > 1 else ""
 
     def _start(self, calls: str = "calls") -> Iterator[str]:
-        """Yield the rules of the whole answer: calls alone, or with an answer or free text."""
         if not self.may_answer:
             yield "start: calls"
         elif self.answer_schema is not None:
@@ -65,7 +64,9 @@ class CallGrammar:
             yield from self._free()
 
     def _plain(self) -> str:
-        """Return a grammar of calls as JSON, as a name with JSON, or in Python syntax."""
+        """Return a Lark grammar of answers with calls as JSON, as a name with JSON, or in Python
+        syntax.
+        """
         form = self.form
         if form.is_python:
             rules = list(call_rules.python_rules(self.functions))
@@ -94,9 +95,11 @@ class CallGrammar:
         return json.dumps(f"{form.separators[:1]} ")
 
     def _after(self, listed: str) -> str:
-        """Return the right side of the rule for the text after a first marker.
+        """Return the Lark terms for the text after the first marker: calls, separators and closing
+        texts.
 
-        It consists of calls, their separators and their closing texts.
+        Args:
+            listed: terms for one call or several calls with separators.
         """
         form, spell = self.form, self.spell
         close = f" {spell(form.close)}" if form.close else ""
@@ -111,7 +114,14 @@ class CallGrammar:
         return rf'"\n" call "\n"{close}' if close else r'"\n" call'
 
     def _tagged(self) -> str:
-        """Return a grammar of tagged calls. Line breaks between tags are as in the training."""
+        """Return a Lark grammar of answers with tool calls that have a tag per argument.
+
+        Line breaks between tags are as in the training data of the models.
+
+        Raises:
+            Unformable: free text must end at a marker that is only partly a token, or the format
+                cannot express a schema exactly.
+        """
         form, spell = self.form, self.spell
         before, behind = form.section
         parts = spelled(form.starts[0], spell)
@@ -134,7 +144,9 @@ class CallGrammar:
         return "\n".join([*rules, *self._start()])
 
     def _free(self) -> Iterator[str]:
-        """Yield the rules of answers with free text between calls, the rule `start` first."""
+        """Yield the Lark rules of answers with free text between tool calls, the rule `start`
+        first.
+        """
         form = self.form
         opener = form.section[0] or form.mark
         mark = self.spell(opener)
@@ -155,7 +167,12 @@ class CallGrammar:
         yield rf"ANSWER: /(.|\n)*/ & {no_mark}"
 
     def _with_raw_text(self) -> str:
-        """Return a grammar that also allows one call with raw text, at the end of the answer."""
+        """Return a Lark grammar that also allows one call with raw text as its input, at the end of
+        the answer.
+
+        Raises:
+            Unformable: the format of tool calls does not allow raw text.
+        """
         if not takes_raw_text(self.form):
             raise call_rules.Unformable
         plain = [function for function in self.functions if function.lark is None]
@@ -183,10 +200,10 @@ class CallGrammar:
         return "\n".join(rules)
 
     def _harmony(self) -> str:
-        """Return a grammar of gpt-oss's messages.
+        """Return a Lark grammar of the messages in an answer of gpt-oss.
 
-        If the model may think, thoughts may come first. Then comes a call or, if allowed, an
-        answer. Where an answer is allowed, a preamble may precede the call.
+        If the model may think, an answer may begin with thoughts. A tool call or, if allowed,
+        answer text follows. Where answer text is allowed, a preamble may precede the call.
         """
         spell, end = self.spell, self.spell(END)
         is_token = end.startswith("<")

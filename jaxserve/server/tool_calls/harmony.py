@@ -51,14 +51,18 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 
 @dataclass(frozen=True)
 class HarmonyIds:
-    """Token ids of the markers of messages."""
+    """Token ids of the markers in gpt-oss's messages."""
 
     channel: int  # token before the name of a channel
     end: int  # token after a message
     analysis: tuple[int, ...]  # tokens of the name of the channel of thoughts
 
     def num_thought(self, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens in messages of the channel of thoughts, markers included."""
+        """Return how many tokens of an answer are in the messages of the channel of thoughts
+        ("analysis").
+
+        The markers of these messages count too, from the channel marker to the end marker.
+        """
         count, is_thought = 0, False
         for place, token in enumerate(token_ids):
             if token == self.channel:
@@ -70,18 +74,18 @@ class HarmonyIds:
 
 
 class HarmonyReader:
-    """Incremental reader of an answer. The result does not depend on how the text is divided.
+    """Incremental reader that splits an answer of gpt-oss into thoughts, content and tool calls.
 
-    The channel "analysis" is thoughts, and all others are content. Messages of the same kind are
-    joined by a line break. A message to a function is a call. Calls, and all text after the first
-    one, are returned when the answer has ended. A message to an unknown tool, or with arguments
-    that are not an object, is content, unchanged. If an unmatched end marker follows the calls, all
-    text from the first call on is content.
+    The channel "analysis" is thoughts, and all others are content. A line break joins messages of
+    the same kind. A message to a function is a call. Calls, and all text after the first one, are
+    returned when the answer has ended. A message to an unknown tool, or with arguments that are not
+    an object, is unchanged content. If an unmatched end marker follows the calls, all text from the
+    first call on is content.
 
     Args:
-        is_certain: True if every call that begins is well formed.
-        parallel: True if several calls are allowed. Otherwise all calls after the first are
-            dropped.
+        tools: argument schemas of the tools that may be called, by name.
+        is_certain: True if a grammar enforces every call. Calls are then returned as they arrive.
+        parallel: False to drop all calls after the first.
         raw: names of tools whose calls contain raw text up to the end of the answer.
     """
 
@@ -107,7 +111,11 @@ class HarmonyReader:
         self._reading = self._read()
 
     def feed(self, text: str, final: bool = False) -> list[AnswerPart]:
-        """Read more text. Return the new parts of the answer that are certain by now."""
+        """Read the next piece of the answer. Return its new parts that later text cannot change.
+
+        Args:
+            final: True if the answer ends here. All parts held back are then returned.
+        """
         self._source.add(text, final)
         next(self._reading, None)
         pieces, self._pieces = self._pieces, []
@@ -142,9 +150,10 @@ class HarmonyReader:
             self._pieces.append(Content(self._held))
 
     def _say_malformed(self, error: text_feed.FormatMismatch) -> text_feed.Reading[None]:
-        """Return a message that could not be read as content, without its role.
+        """Append a message that could not be read to the parts as content, without its role.
 
-        No call is read within such a message. It extends to its end, or to the end of the answer.
+        The message extends to its end, or to the end of the answer. An incomplete header at the end
+        of the answer is dropped.
         """
         source = self._source
         end = source.position
@@ -167,7 +176,7 @@ class HarmonyReader:
             self._is_open = False
 
     def _read_message(self) -> text_feed.Reading[None]:
-        """Read one message.
+        """Read one message, and append its thoughts, content or tool call to the parts.
 
         Raises:
             UncallableCall: the message is a complete call of an unknown tool.
@@ -251,8 +260,12 @@ class HarmonyReader:
     def _say(
         self, kind: type[Content] | type[Thought], stops: tuple[str, ...], text: str = ""
     ) -> text_feed.Reading[None]:
-        """Return text as it arrives, `text` first, up to one of the markers `stops`, which is not
-        taken.
+        """Append text to the parts as it arrives, up to the first of some markers.
+
+        Args:
+            kind: type of the parts, `Content` or `Thought`.
+            stops: markers that end the text. The one that comes is not consumed.
+            text: text that precedes the unread text.
         """
         source, pattern, is_first = self._source, text_feed.any_of(stops), True
         while True:

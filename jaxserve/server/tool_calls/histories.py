@@ -22,25 +22,31 @@ _THOUGHTS = ("thinking", "reasoning_content")
 
 
 def probe_messages() -> Messages:
-    """Return a conversation that shows whether a template prints arguments that are text."""
+    """Return a test conversation with one tool call, whose arguments are text instead of an object.
+
+    The rendered text shows whether a chat template prints such arguments unchanged.
+    """
     call = _call(_ID.format(0), "f", PROBE)
     result = {"role": "tool", "name": "f", "content": "a", "tool_call_id": call["id"]}
     return [{"role": "user", "content": "a"}, _calling(call), result]
 
 
 def has_text_arguments(messages: Sequence[dict[str, Any]]) -> bool:
-    """Return whether any call in a conversation has arguments as text instead of an object."""
+    """Return whether any tool call in a conversation has arguments as text instead of an object."""
     calls = (call for message in messages for call in message.get("tool_calls") or ())
     return any(isinstance(call["function"]["arguments"], str) for call in calls)
 
 
 def with_texts(messages: Messages) -> Messages:
-    """Return a conversation with all arguments as text."""
+    """Return a copy of a conversation in which the arguments of all tool calls are JSON text."""
     return _with_arguments(messages, arguments_text)
 
 
 def with_objects(messages: Messages) -> Messages:
-    """Return a conversation with arguments as objects, {} for arguments that are text."""
+    """Return a copy of a conversation in which the arguments of all tool calls are objects.
+
+    Arguments that are text become {}.
+    """
     return _with_arguments(
         messages, lambda arguments: {} if isinstance(arguments, str) else arguments
     )
@@ -60,9 +66,10 @@ def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> Message
 
 
 def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
-    """Return a conversation with one call per message, each followed by its result.
+    """Return a conversation with at most one tool call per message, each followed by its result.
 
-    A result without a call gets one, in the assistant message before it if there is one.
+    A result without a call gets a new call, which joins the assistant message before it if there is
+    one. Calls without a result remain.
     """
     singles: Messages = []
     waiting = _Waiting()
@@ -85,7 +92,10 @@ def single_calls(messages: Sequence[dict[str, Any]]) -> Messages:
 
 
 class _Waiting:
-    """Calls that wait for their results. Each is taken in constant time."""
+    """Messages with one tool call each, waiting for the result of the call.
+
+    Finding the message for a result takes constant time.
+    """
 
     def __init__(self) -> None:
         self._left: OrderedDict[int, dict[str, Any]] = OrderedDict()
@@ -97,7 +107,10 @@ class _Waiting:
         self._by_id[message["tool_calls"][0].get("id")].append(number)
 
     def take(self, result: dict[str, Any]) -> dict[str, Any] | None:
-        """Remove and return the call with the id of a result, else the oldest call, or None."""
+        """Remove and return the waiting message whose tool call has the id that a result names.
+
+        Without such a message, return the oldest waiting message, or None if no message waits.
+        """
         same = self._by_id[result.get("tool_call_id")]
         while same:
             if (number := same.popleft()) in self._left:
@@ -105,7 +118,7 @@ class _Waiting:
         return self._left.popitem(last=False)[1] if self._left else None
 
     def take_all(self) -> Messages:
-        """Remove and return the calls without a result."""
+        """Remove and return all waiting messages, the oldest first."""
         calls = list(self._left.values())
         self._left.clear()
         self._by_id.clear()
@@ -130,11 +143,17 @@ def _calling(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def plainer_histories(messages: Messages, reads_calls: bool) -> list[Messages]:
-    """Return simplified forms of a conversation for stricter templates, the closest form first.
+    """Return simplified forms of a conversation, for a chat template that refuses the conversation
+    itself.
 
-    Llama's template accepts one call per message, Mistral's requires ids of nine characters, and
-    Gemma's accepts only alternating user and assistant turns. The newest message is unchanged: a
-    template that refuses it refuses the request.
+    The form closest to the original comes first. Llama's template accepts one tool call per
+    message, Mistral's requires ids of nine characters, and Gemma's accepts only alternating user
+    and assistant turns. The newest message is unchanged: a template that refuses it refuses the
+    request.
+
+    Args:
+        reads_calls: True if the template renders tool calls. Otherwise calls and results become
+            text.
     """
     newest, before = messages[-1], messages[-2] if len(messages) > 1 else {}
     is_wrong = before.get("role") == newest["role"] and not before.get("tool_calls")
@@ -146,7 +165,9 @@ def plainer_histories(messages: Messages, reads_calls: bool) -> list[Messages]:
 
 
 def _numbered(messages: Messages) -> Messages:
-    """Return single calls and their results with new ids, and each result with its name."""
+    """Return a conversation of single tool calls with new ids, and with the tool's name in each
+    result.
+    """
     numbered: Messages = []
     number, name = 0, ""
     for message in messages:
@@ -204,10 +225,12 @@ def _joined(group: Messages) -> dict[str, Any]:
 
 
 def _alternating(messages: Messages, apart: dict[str, Any] | None) -> Messages:
-    """Return a conversation of alternating turns, with one system message at its beginning.
+    """Return a conversation in which user and assistant turns alternate after one system message.
+
+    Successive messages of the same role are joined.
 
     Args:
-        apart: message in a wrong place that is not joined with others, or None.
+        apart: message that is not joined with the message before it, or None.
     """
     groups: list[Messages] = []
     if messages[-1]["role"] != "system":
@@ -229,9 +252,9 @@ def _alternating(messages: Messages, apart: dict[str, Any] | None) -> Messages:
 def harmony_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation in the form that gpt-oss's chat template can render.
 
-    The template renders one call per message, names only the result that follows it, and refuses
-    content beside thoughts and calls. So each call becomes a message of its own before its result,
-    and such content is appended to the thoughts.
+    The template renders one tool call per message, names only the result that follows the call, and
+    refuses content beside thoughts and calls. So each call becomes a message of its own before its
+    result, and the content of a message with a call is appended to its thoughts.
     """
     return [_with_thoughts(message) for message in single_calls(messages)]
 

@@ -13,12 +13,15 @@ from jaxserve.server.tool_calls.gemma import BracedCall
 def introduce(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], call_format: CallFormat, role: str
 ) -> list[dict[str, Any]]:
-    """Return messages with a description of the tools, for a chat template that does not render
-    tools.
+    """Return a conversation with a description of the tools in its first message.
+
+    It serves chat templates that do not render tools. The description has the tools' JSON schemas
+    and an example call.
 
     Args:
-        role: role of the message with the description, "system" or "user". It is added to the first
-            message if that has this role, otherwise put before it.
+        tools: tools in the form of chat templates.
+        role: role of the message with the description, "system" or "user". The description joins
+            the first message if that has this role. Otherwise it becomes a new first message.
     """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = (
@@ -33,7 +36,7 @@ def introduce(
 
 
 def example_of(form: CallFormat) -> str:
-    """Return an example call of a function NAME in a call format."""
+    """Return the text of an example tool call, of a function NAME, in a call format."""
     before, after = form.section
     body = _example(form.body)
     if form.is_harmony:

@@ -30,10 +30,12 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\
 
 
 class EndFinder:
-    """Incremental search for the end of a bracketed value.
+    """Incremental search for the closing bracket of a JSON or Python value in brackets.
+
+    Brackets within strings are ignored. The search continues over successive pieces of text.
 
     Args:
-        python: True if strings may be in single quotes.
+        python: True for Python syntax, with strings in single quotes and with parentheses.
     """
 
     def __init__(self, python: bool = False) -> None:
@@ -43,11 +45,12 @@ class EndFinder:
         self._stops = _PYTHON_STOPS if python else _JSON_STOPS
 
     def find(self, text: str, position: int) -> int | None:
-        """Search the next piece of text. Return the index after the closing bracket, or None.
+        """Search the next piece of a value for its closing bracket. Return the index in `text`
+        after the bracket, or None if the value continues after this piece.
 
         Args:
-            text: text that continues the value from index `position` on.
-            position: index at which the search begins.
+            text: text that contains the next piece of the value.
+            position: index in `text` at which the piece begins.
         """
         if self._is_escaped and position < len(text):
             position += 1
@@ -72,15 +75,16 @@ class EndFinder:
 
 
 class RepeatedKey(ValueError):
-    """An object contains the same key twice."""
+    """Error: an object in JSON or Python syntax contains the same key twice."""
 
 
 def read_json(text: str) -> Any:
-    """Parse a JSON value. Its strings may contain raw line breaks.
+    """Parse JSON text and return its value. Strings may contain unescaped line breaks.
 
     Raises:
         RepeatedKey: an object contains the same key twice.
-        ValueError: the text is not JSON, or is nested too deeply.
+        ValueError: the text is not JSON, contains NaN or an infinity, or is nested deeper than 500
+            levels.
     """
     try:
         value = json.loads(
@@ -103,7 +107,9 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_json(value: Any) -> str:
-    """Serialize a value as JSON that can be encoded as UTF-8.
+    """Return a value as JSON text that can be encoded as UTF-8.
+
+    Non-ASCII characters stay unescaped, unless the text contains half of a surrogate pair.
 
     Raises:
         ValueError: a number is not finite, or the value is nested too deeply.
@@ -123,12 +129,14 @@ def _no_number(name: str) -> NoReturn:
 
 
 def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and the arguments of each call in a list like `[f(a=1, b="x"), g()]`.
+    """Parse a list of tool calls in Python syntax, such as `[f(a=1, b="x"), g()]`.
 
-    The list is in Python syntax. Calls have keyword arguments only.
+    Returns:
+        The name and the arguments of each call, in order. Calls have keyword arguments only, whose
+            values are Python or JSON literals.
 
     Raises:
-        ValueError: the text is not such a list.
+        ValueError: the text is not such a list, or a call repeats an argument.
     """
     reader = _Python(text)
     reader.expect("[")
@@ -152,9 +160,13 @@ def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 class Cursor:
-    """Position in a complete text that is read from left to right.
+    """Read position in a complete text, with methods that consume expected marks from left to
+    right.
 
-    White space before tokens is skipped.
+    White space before a mark is skipped.
+
+    Args:
+        position: index of the first character to read.
     """
 
     def __init__(self, text: str, position: int = 0) -> None:
@@ -165,18 +177,22 @@ class Cursor:
         self._position = _SPACE.match(self._text, self._position).end()  # type: ignore[union-attr]
 
     def rest(self) -> str:
-        """Return the text after the position, stripped of white space."""
+        """Return the text after the read position, stripped of white space. The position does not
+        move.
+        """
         return self._text[self._position :].strip()
 
     def take(self, mark: str) -> bool:
-        """Skip white space, and take `mark` if it comes next. Return whether it did."""
+        """Skip white space, and consume the text `mark` if it comes next. Return whether it came
+        next.
+        """
         self._skip()
         is_there = self._text.startswith(mark, self._position)
         self._position += len(mark) if is_there else 0
         return is_there
 
     def expect(self, mark: str) -> None:
-        """Consume `mark`, which must come next.
+        """Skip white space, and consume the text `mark`, which must come next.
 
         Raises:
             ValueError: other text comes next.
@@ -185,14 +201,18 @@ class Cursor:
             raise ValueError(f"no {mark} at {self._position}")
 
     def between(self, end: str) -> None:
-        """Consume a comma between items, unless the closing text `end`, which stays, comes next."""
+        """Consume the comma between two items of a list, or stop before the closing text `end`.
+
+        Raises:
+            ValueError: neither a comma nor `end` comes next.
+        """
         self._skip()
         if not self._text.startswith(end, self._position):
             self.expect(",")
 
 
 class _Python(Cursor):
-    """Incremental parser of Python literals."""
+    """Recursive parser of Python literals, which also accepts true, false and null."""
 
     def match(self, pattern: re.Pattern[str]) -> str:
         self._skip()
@@ -279,14 +299,22 @@ _MAX_DIGITS = 4000
 
 
 def property_schema(schema: dict[str, Any], name: str) -> Any:
-    """Return the schema of a property of an object schema, references resolved, or {}."""
+    """Return the schema of the property `name` in a JSON schema of an object, with its `$ref`s
+    followed.
+
+    The result is {} if the schema does not declare the property, or if a reference has no target.
+    """
     properties = resolve(schema, schema).get("properties")
     value_schema = properties.get(name) if isinstance(properties, dict) else None
     return resolve(value_schema, schema)
 
 
 def resolve(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Follow `$ref`s of a schema within `root`. Return {} if a reference has no target."""
+    """Return the schema that a JSON schema refers to by `$ref`, followed repeatedly within `root`.
+
+    A schema without `$ref` is returned unchanged. The result is {} if the value is not an object,
+    if a reference has no target, or after 16 references.
+    """
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict):
             return {}
@@ -299,9 +327,13 @@ def resolve(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
-    """Return the JSON type names that a schema allows, an empty set if it does not restrict them.
+    """Return the JSON type names ("string", "object", ...) that a JSON schema allows.
 
-    Each schema is visited once, since schemas of choices may refer to each other.
+    They come from the keywords type, enum and const of the schema, and of its alternatives in
+    anyOf, oneOf and allOf. The set is empty if the schema does not restrict the type.
+
+    Args:
+        root: schema within which `$ref`s are resolved.
     """
     types: set[str] = set()
     waiting, seen = [schema], set[int]()
@@ -325,14 +357,16 @@ def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
 
 
 def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
-    """Return the value of a bare text according to a schema.
+    """Convert a tool argument that a model wrote without quotes to the type that its JSON schema
+    allows.
 
-    Types are tried in the order null, number, boolean, object or array. Otherwise the text is a
-    string if the schema allows strings. If not, it is parsed as any JSON value, and stays a string
-    if it is not JSON.
+    The types are tried in the order null, number, boolean, object or array. Otherwise the result is
+    the text itself if the schema allows strings or has no types. A schema without strings accepts
+    any JSON value, and text that is not JSON remains a string.
 
     Args:
-        root: schema in which references are resolved.
+        text: text of the argument.
+        root: schema within which `$ref`s are resolved.
 
     Raises:
         RepeatedKey: the schema does not allow strings, and an object in the value repeats a key.
@@ -382,7 +416,7 @@ def _number(text: str, may_be_fraction: bool) -> int | float | None:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether all numbers in a JSON-like value are finite, so that JSON can represent it."""
+    """Return whether a JSON-like value contains no NaN and no infinity, at any depth."""
     level = [value]
     while level:
         inner: list[Any] = []

@@ -25,10 +25,10 @@ from jaxserve.server.tool_calls.call_context import (
 
 
 class TagCall(CallBody):
-    """Call in tags: a head, parameters with bare values, and an end.
+    """Notation of tool calls in tags: a head, parameters with unquoted values, and an end.
 
-    An end tag ends a value only if the text after it continues the call with another parameter or
-    the end of the call. Opening tags within a value are counted, so that a balanced quotation is
+    An end tag ends a value only if the text after the tag continues the call with another parameter
+    or the end of the call. Opening tags within a value are counted, so that a balanced quotation is
     part of the value. If counting finds no end, opening tags are ignored, provided that only one
     end tag can end the value.
     """
@@ -41,16 +41,20 @@ class TagCall(CallBody):
     @property
     @abstractmethod
     def value_tags(self) -> tuple[str, str]:
-        """Beginning of the tag before a value, and the tag after the value."""
+        """Beginning of the tag before the value of a parameter, and the whole tag after the
+        value.
+        """
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of tags within a call that must balance."""
+        """Pairs of opening and closing tags within a tool call that must balance."""
         return (self.value_tags,)
 
     @property
     def final(self) -> re.Pattern[str]:
-        """Pattern of the end of a value that also ends its call."""
+        """Pattern of the tag that ends the last value of a tool call, and the end of the call after
+        it.
+        """
         return _final(self.value_tags[1], self.end)
 
     @abstractmethod
@@ -59,22 +63,34 @@ class TagCall(CallBody):
 
     @abstractmethod
     def opening(self) -> re.Pattern[str]:
-        """Return the pattern of the tags before a value, with leading white space."""
+        """Return the pattern of the tags before a parameter's value, with leading white space.
+
+        Its group `name` matches the name of the parameter.
+        """
 
     def _name(self, match: re.Match[str]) -> str:
         return match["name"]
 
     def is_text(self, match: re.Match[str], schema: dict[str, Any]) -> bool:
-        """Return whether the schema allows a string as the value of a matched parameter."""
+        """Return whether the value of a parameter may be a string according to the tool's schema.
+
+        Args:
+            match: match of the tag before the value.
+            schema: JSON schema of all arguments of the tool.
+        """
         types = literals.types_of(literals.property_schema(schema, self._name(match)), schema)
         return not types or "string" in types
 
     def opens(self, text: str, position: int) -> bool:
-        """Return whether a parameter begins at `position`."""
+        """Return whether the tags before a parameter's value begin at index `position` of
+        `text`.
+        """
         return self.opening().match(text, position, position + text_feed.MAX_HEAD) is not None
 
     def counts(self, text: str, position: int) -> bool:
-        """Return whether the opening tag at `position`, within a value, counts as nested."""
+        """Return whether an opening tag within a value, at index `position` of `text`, needs an end
+        tag of its own.
+        """
         return self.opens(text, position)
 
     def _value(self, raw: str, match: re.Match[str], schema: dict[str, Any]) -> Any:
@@ -113,8 +129,14 @@ class TagCall(CallBody):
     def read_formed(
         self, source: text_feed.TextFeed, tools: Tools
     ) -> text_feed.Reading[list[WrittenCall]]:
-        """Consume and return a call that a grammar has formed, so that no value contains one of its
-        tags.
+        """Consume and return one tool call that a grammar enforces, so that no string contains a
+        tag of the call.
+
+        Args:
+            tools: argument schemas by tool name, which determine the types of the values.
+
+        Raises:
+            FormatMismatch: the text does not continue the call, or ends within the call.
         """
         name = self._name((yield from self._take_head(source))[0])
         schema, values = tools.get(name, {}), dict[str, Any]()
@@ -139,7 +161,7 @@ class TagCall(CallBody):
 
 
 class _Values:
-    """Reader of the parameters of one call in a complete text."""
+    """Reader of the parameters of one tagged tool call, in a complete text."""
 
     def __init__(
         self, call: TagCall, text: str, context: CallContext, schema: dict[str, Any]
@@ -151,14 +173,14 @@ class _Values:
         self._tags = text_feed.any_of(call.value_tags)
 
     def values(self, source: text_feed.TextFeed) -> Iterator[tuple[re.Match[str] | None, str]]:
-        """Consume the parameters and the end of the call.
+        """Consume the parameters of a tool call up to the end of the call.
 
         Yields:
-            The match of the tag before each value, and the raw value. For a JSON object of all
-                arguments the match is None.
+            For each parameter: the match of the tags before its value, and the text of the value.
+                For a JSON object of all arguments the match is None.
 
         Raises:
-            FormatMismatch: the end of the call is missing or ambiguous.
+            FormatMismatch: the end of a value or of the call is missing or ambiguous.
         """
         text, call, layout, is_first = self._text, self._call, self._context.layout, True
         while True:
@@ -202,10 +224,14 @@ class _Values:
         return self._call.opens(self._text, start)
 
     def _end_of_json(self, match: re.Match[str]) -> int | None:
-        """Return the index of the end tag of a JSON value, whose strings may contain tags.
+        """Return the index of the end tag after a JSON object or array, whose strings may contain
+        tags.
 
-        It is None if the schema allows a string, or if the value is not JSON followed by an end
-        tag.
+        Return None if the schema allows a string, or if the value is not JSON followed by an end
+        tag that ends the value.
+
+        Args:
+            match: match of the tags before the value.
         """
         text, layout = self._text, self._context.layout
         start = after_space(text, match.end())
@@ -223,11 +249,10 @@ class _Values:
         return behind if is_end and _is_json(text[start:end]) else None
 
     def _end_of_text(self, start: int) -> int:
-        """Return the index of the tag that ends the value.
+        """Return the index of the end tag of a parameter's value that begins at index `start`.
 
         Raises:
-            FormatMismatch: no tag can end the value, or counting finds no end and several tags are
-                possible.
+            FormatMismatch: no end tag can end the value, or several can.
         """
         tag, depth = self._call.value_tags[1], 0
         for match in self._tags.finditer(self._text, start):
@@ -260,7 +285,9 @@ def _final(value_end: str, end: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class XmlCall(TagCall):
-    """Call with one named tag per argument: `<function=f><parameter=a>1</parameter></function>`."""
+    """Notation of tool calls with one named tag per argument:
+    `<function=f><parameter=a>1</parameter></function>`.
+    """
 
     parameter: str  # text before the name of a parameter
     parameter_end: str  # text after the value of a parameter
@@ -319,7 +346,9 @@ def _opening(before: str, is_quoted: bool, types: str, end: str) -> re.Pattern[s
 
 @dataclass(frozen=True)
 class KeyedCall(TagCall):
-    """Call as a name and tagged pairs: `f<arg_key>a</arg_key><arg_value>1</arg_value>`."""
+    """Notation of tool calls as a name with tagged pairs:
+    `f<arg_key>a</arg_key><arg_value>1</arg_value>`.
+    """
 
     end: str  # text after all pairs
     after: str = ""  # marker that may follow the name of the function
@@ -327,7 +356,9 @@ class KeyedCall(TagCall):
 
     @property
     def tags(self) -> tuple[str, str, str, str]:
-        """Tags before and after a key, and before and after a value."""
+        """The four tags of an argument: before and after its key, and before and after its
+        value.
+        """
         before, after = f"arg_key{self.suffix}>", f"arg_value{self.suffix}>"
         return f"<{before}", f"</{before}", f"<{after}", f"</{after}"
 
@@ -369,5 +400,7 @@ def _keyed_opening(key: str, key_end: str, value: str) -> re.Pattern[str]:
 
 
 def loosely(text: str) -> str:
-    """Return a pattern that matches `text` with any amount of white space at its spaces."""
+    """Return a pattern that matches `text` with any amount of white space, or none, at its
+    spaces.
+    """
     return r"\s*".join(map(re.escape, text.split()))

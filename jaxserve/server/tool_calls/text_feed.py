@@ -19,27 +19,29 @@ _SPACE = re.compile(r"\s+")
 
 
 class FormatMismatch(Exception):
-    """The text does not match the format after all."""
+    """Error: the text that is read does not match the expected format of a tool call."""
 
 
 class IncompleteCall(FormatMismatch):
-    """The text ended inside a call."""
+    """Error: the text ended inside a tool call."""
 
 
 class UncallableCall(FormatMismatch):
-    """The call is complete but invalid: its tool is unknown or its arguments are wrong."""
+    """Error: a tool call is complete, but its tool is unknown or its arguments are invalid."""
 
 
 class RepeatedArgument(UncallableCall):
-    """A call with bare values names an argument twice, so the position of its end is uncertain."""
+    """Error: a tool call gives an argument twice, so the end of its unquoted values is
+    uncertain.
+    """
 
 
 class TextFeed:
-    """Text input that arrives in pieces, with a read position.
+    """Text input that arrives in pieces, with a read position that moves from left to right.
 
     Readers are generators: they consume text from the read position on, and yield to wait for more.
     Consumed text is not scanned again, so the total cost is linear in the length of the text,
-    however it is divided into pieces.
+    whatever the size of the pieces.
     """
 
     def __init__(self) -> None:
@@ -56,29 +58,30 @@ class TextFeed:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether all text so far has been consumed."""
+        """Whether all text that has arrived has been consumed."""
         return self.position == len(self.text)
 
     def take_to(self, end: int) -> str:
-        """Consume and return the text from the read position to index `end` of `text`."""
+        """Consume and return the text from the read position to index `end` (exclusive) of
+        `text`.
+        """
         text = self.text[self.position : end]
         self.position += len(text)
         self._taken.append(text)
         return text
 
     def take(self, count: int) -> str:
-        """Consume and return the next `count` characters."""
+        """Consume and return the next `count` characters of the text, fewer if it ends before."""
         return self.take_to(self.position + count)
 
     def settle(self) -> None:
-        """Commit the text consumed so far: a later `rewind` goes back to here.
-
-        The position does not change.
+        """Commit the text consumed so far, so that a later `rewind` returns to the current read
+        position.
         """
         self._taken.clear()
 
     def rewind(self) -> None:
-        """Move the read position back to where it was at the last `settle`."""
+        """Move the read position back to its place at the last `settle`."""
         self._put_back(0)
 
     def _put_back(self, count: int) -> None:
@@ -91,18 +94,19 @@ class TextFeed:
         del self._taken[count:]
 
     def search(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Return the first match of `pattern` at or after the read position, or None."""
+        """Return the first match of `pattern` in the unread part of the available text, or None."""
         return pattern.search(self.text, self.position)
 
     def certain_end(self, marks: tuple[str, ...]) -> int:
-        """Return the index in `text` before which the text cannot belong to an incomplete marker.
+        """Return the index in `text` from which on the text may be an incomplete marker.
 
-        It is the length of `text`, unless the text ends with the beginning of one of `marks`.
+        It is the length of `text`, unless the unread text ends with the beginning of one of
+        `marks`.
         """
         return len(self.text) - held_back(self.text, marks, self.position)
 
     def more(self) -> Reading[None]:
-        """Wait for more text.
+        """Yield once, to wait until more text has been added.
 
         Raises:
             IncompleteCall: the text has ended.
@@ -112,7 +116,9 @@ class TextFeed:
         yield
 
     def skip_space(self) -> Reading[None]:
-        """Consume white space up to the next other character or the end of the text."""
+        """Consume white space, waiting for more text, up to the next other character or the end of
+        the text.
+        """
         while True:
             match = _SPACE.match(self.text, self.position)
             if match is not None:
@@ -122,13 +128,13 @@ class TextFeed:
             yield
 
     def has(self, *marks: str) -> Reading[str]:
-        """Wait until it is certain which of the markers comes next, without consuming it.
+        """Wait until it is certain which of the markers comes next. The marker is not consumed.
 
         Args:
-            marks: markers. No marker is a prefix of another.
+            marks: markers to expect, none of which is a prefix of another.
 
         Returns:
-            The marker, or "" if the text continues differently.
+            The marker at the read position, or "" if the text continues differently or ends.
         """
         while True:
             for mark in marks:
@@ -140,21 +146,26 @@ class TextFeed:
             yield
 
     def is_cut(self, *marks: str) -> bool:
-        """Return whether the text has ended within one of `marks`, at the read position."""
+        """Return whether the input has ended, and its unread text is a proper prefix of one of
+        `marks`.
+        """
         rest = self.text[self.position : self.position + MAX_HEAD]
         return self.is_final and any(mark.startswith(rest) and mark != rest for mark in marks)
 
     def takes(self, *marks: str) -> Reading[str]:
-        """Consume and return the one of `marks` that comes next (see `has`), or return ""."""
+        """Wait for the next characters, and consume and return the one of `marks` that comes next.
+
+        If no marker comes next, nothing is consumed and the result is "".
+        """
         mark = yield from self.has(*marks)
         if mark:
             self.take(len(mark))
         return mark
 
     def takes_behind_space(self, *marks: str) -> Reading[str]:
-        """Consume white space and the one of `marks` after it. Return the marker.
+        """Consume white space and the one of `marks` after it, and return the marker.
 
-        If no such marker follows, consume neither and return "".
+        If no such marker follows, the white space stays unread and the result is "".
         """
         if not any(marks):
             return ""
@@ -176,9 +187,10 @@ class TextFeed:
             raise IncompleteCall if self.is_cut(mark) else FormatMismatch
 
     def match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str]]:
-        """Wait for and consume a match of `pattern` at the read position.
+        """Wait for a match of `pattern` at the read position, consume it, and return the match
+        object.
 
-        The match must be shorter than MAX_HEAD and must not depend on later text.
+        The match must be shorter than MAX_HEAD characters and must not depend on later text.
 
         Raises:
             FormatMismatch: the next MAX_HEAD characters do not match.
@@ -198,7 +210,9 @@ class TextFeed:
             yield from self.more()
 
     def rest(self) -> Reading[str]:
-        """Consume and return all text up to the end."""
+        """Consume and return all text up to the end of the input, waiting for text that is yet to
+        come.
+        """
         parts = list[str]()
         while True:
             parts.append(self.take_to(len(self.text)))
@@ -208,7 +222,7 @@ class TextFeed:
             yield
 
     def until(self, *marks: str) -> Reading[tuple[str, str]]:
-        """Consume the text up to and including the first of some markers.
+        """Wait for the first of some markers, and consume the text up to the end of that marker.
 
         Returns:
             The text before the marker, and the marker.
@@ -226,7 +240,10 @@ class TextFeed:
             yield from self.more()
 
     def bracketed(self, python: bool = False) -> Reading[str]:
-        """Consume and return a bracketed value, whose opening bracket comes next.
+        """Consume and return the value in brackets that comes next, up to its closing bracket.
+
+        Args:
+            python: True for Python syntax, False for JSON.
 
         Raises:
             IncompleteCall: the text ended within the value.
@@ -241,7 +258,7 @@ class TextFeed:
 
 
 def result_of(reading: Reading[T]) -> T:
-    """Run a reader over text that is complete, and return its result."""
+    """Run a generator that reads complete text to its end, and return the value that it returns."""
     while True:
         try:
             next(reading)
@@ -251,7 +268,9 @@ def result_of(reading: Reading[T]) -> T:
 
 @functools.lru_cache(maxsize=256)
 def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the markers, the longest one at each position."""
+    """Return a compiled pattern that matches any of the markers, the longest one at each
+    position.
+    """
     return re.compile(pattern_of_any(marks))
 
 
@@ -263,10 +282,10 @@ def _beginnings(marks: tuple[str, ...]) -> tuple[int, frozenset[str], frozenset[
 
 
 def held_back(text: str, marks: tuple[str, ...], start: int = 0) -> int:
-    """Return the length of the longest suffix of `text[start:]` that is a proper prefix of a
-    marker.
+    """Return how many characters at the end of a text may be the beginning of an incomplete marker.
 
-    A reader keeps this suffix until more text arrives.
+    It is the length of the longest suffix of `text[start:]` that is a proper prefix of one of
+    `marks`, 0 if there is none. A reader keeps this suffix until more text arrives.
     """
     longest, beginnings, first = _beginnings(marks)
     for size in range(min(longest, len(text) - start), 0, -1):

@@ -12,7 +12,7 @@ from jaxserve.server.tool_calls.text_feed import Reading, TextFeed, any_of
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """Format in which a model marks its thoughts before an answer."""
+    """Markers with which a model writes thoughts (reasoning text) before an answer."""
 
     start: str  # marker before the thoughts
     end: str  # marker after the thoughts
@@ -34,7 +34,7 @@ class ThinkingFormat:
 
     @property
     def marks(self) -> set[str]:
-        """All markers that readers look for."""
+        """All markers around thoughts and answers that readers of this thinking format look for."""
         answers = (mark for pair in self.answer_marks for mark in pair)
         return {*self.starts, *self.ends, *answers, *self.left_out}
 
@@ -103,7 +103,7 @@ THINKING_FORMATS: dict[str, ThinkingFormat] = {
 
 
 class ThoughtState(enum.Enum):
-    """State of the thoughts at the end of a prompt."""
+    """State of the model's thoughts at the end of a prompt: begun, ended, or neither."""
 
     OPEN = "open"  # the template has written the start marker
     CLOSED = "closed"  # the template has written the end marker
@@ -111,7 +111,12 @@ class ThoughtState(enum.Enum):
 
 
 def start_of(prompt_tail: str, thinking: ThinkingFormat) -> ThoughtState:
-    """Return the state of the thoughts after a prompt that ends with `prompt_tail`."""
+    """Return the state of the thoughts after a prompt: open, closed, or free if it ends with no
+    marker.
+
+    Args:
+        prompt_tail: text of the last tokens of the prompt.
+    """
     tail = prompt_tail.rstrip()
     if tail.endswith(thinking.starts):
         return ThoughtState.OPEN
@@ -119,10 +124,13 @@ def start_of(prompt_tail: str, thinking: ThinkingFormat) -> ThoughtState:
 
 
 class ThinkingReader:
-    """Incremental reader of an answer. The result does not depend on how the text is divided.
+    """Incremental reader that separates the thoughts of an answer from the text after the thoughts.
 
     White space around the thoughts is dropped, and so are the markers around the answer itself, if
-    the format has any.
+    the format has any. The result does not depend on how the text is divided into pieces.
+
+    Args:
+        start: state of the thoughts at the end of the prompt.
     """
 
     def __init__(self, thinking: ThinkingFormat, start: ThoughtState) -> None:
@@ -135,7 +143,12 @@ class ThinkingReader:
         self.has_ended = False  # True if no more thoughts can follow
 
     def feed(self, text: str, final: bool = False) -> list[Thought | Content]:
-        """Read more text. Return the new thoughts and answer text that are certain by now."""
+        """Read the next piece of the answer. Return its new parts that later text cannot change:
+        thoughts first, then at most one part of content if the format has answer markers.
+
+        Args:
+            final: True if the answer ends here.
+        """
         self._source.add(text, final)
         next(self._reading, None)
         pieces = self._pieces.copy()
@@ -172,7 +185,16 @@ def _say(
     kind: type[Thought] | type[Content],
     pieces: list[Thought | Content],
 ) -> Reading[bool]:
-    """Add text without white space around it, up to a marker. Return whether there was one."""
+    """Append text to a list of parts, without white space around it, up to the first of some
+    markers.
+
+    The marker is consumed and dropped. Return whether a marker was found before the text ended.
+
+    Args:
+        ends: markers that end the text.
+        kind: type of the parts, `Thought` or `Content`.
+        pieces: list to which the parts are appended.
+    """
     pattern, spaces = any_of(ends), list[str]()
     yield from source.skip_space()
     while True:
@@ -195,7 +217,9 @@ def _say(
 def _say_rest(
     source: TextFeed, pieces: list[Thought | Content], left_out: tuple[str, ...] = ()
 ) -> Reading[None]:
-    """Return all remaining text as content, without the markers in `left_out`."""
+    """Append all remaining text to a list of parts as content, without the markers in
+    `left_out`.
+    """
     pattern = any_of(left_out)
     while True:
         match = source.search(pattern) if left_out else None
@@ -213,7 +237,7 @@ def _say_rest(
 
 
 class _AnswerMarks:
-    """Filter that removes the markers around an answer."""
+    """Incremental filter that removes the markers around the text of an answer."""
 
     def __init__(self, thinking: ThinkingFormat) -> None:
         self._ends = dict(thinking.answer_marks)
@@ -262,7 +286,10 @@ _THOUGHTS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def detect_thinking(template: str) -> str | None:
-    """Return the name of the thinking format of a chat template, or None if no row matches."""
+    """Return the name of the thinking format that fits the source of a chat template.
+
+    It is the format of the first row of `_THOUGHTS` whose texts are all in the template, or None.
+    """
     return first_match(_THOUGHTS, template)
 
 

@@ -33,7 +33,7 @@ _ANY = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class CallUse:
-    """Calls that an answer may contain."""
+    """Tool calls that an answer may contain, and the format in which the model writes them."""
 
     call_format: CallFormat
     tools: Tools
@@ -45,7 +45,9 @@ class CallUse:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tools of one request, and how its answer may call them."""
+    """Tools of one request: calls in the answer, descriptions in the prompt, and the answer's
+    grammar.
+    """
 
     calls: CallUse  # calls that the answer may contain
     described: list[dict[str, Any]]  # tools in the form of chat templates
@@ -56,12 +58,12 @@ class ToolUse:
 
 
 def check_tools(tools: list[Tool]) -> None:
-    """Check the number, total size, names and nesting depth of tools.
+    """Check the number, total size, names and schema nesting of a request's tools.
 
-    Schemas are checked later, when a grammar is built from them.
+    A later check of the schemas follows when a grammar is built from them.
 
     Raises:
-        InvalidRequest: the message names the tool and the fault.
+        InvalidRequest: a limit is exceeded, or a name is invalid or repeated.
     """
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools takes at most {MAX_TOOLS} tools, got {len(tools)}", "tools")
@@ -93,7 +95,10 @@ def _check_well_formed(tools: list[Tool]) -> None:
 
 
 def allowed_tools(body: ChatRequest) -> tuple[list[Tool], NamedTool | str | None]:
-    """Return the tools that the model may see and call, and the choice among them.
+    """Return the tools of a chat request that the model may see, and the choice of a tool.
+
+    With `allowed_tools` in `tool_choice`, the tools are reduced to the allowed ones, and the choice
+    is its mode ("auto" or "required"). Otherwise both fields are returned unchanged.
 
     Raises:
         InvalidRequest: `tool_choice` allows a tool that is not in `tools`.
@@ -115,14 +120,20 @@ def tool_use(
     spell: Callable[[str], str],
     schemas: EnforceableSchemas | None = None,
 ) -> ToolUse | None:
-    """Return how a request uses tools, or None if the answer may not contain calls.
+    """Return how the answer to a chat request may call tools, or None if it may not.
+
+    A grammar enforces the calls if the request forces a call, has a strict tool, or has an output
+    format beside tools. If the model's call format cannot express a schema, the default format is
+    used.
 
     Args:
         parser: name of the model's call format, or None if it is unknown.
-        allows_auto: True if the server lets the model choose to call.
+        allows_auto: True if the server lets the model choose whether to call a tool.
+        spell: function that returns a marker as a term of a Lark grammar.
+        schemas: cache of enforceable schemas, None for a new one.
 
     Raises:
-        InvalidRequest: the message names the field.
+        InvalidRequest: a tool, `tool_choice` or the output format is invalid, or not served.
     """
     schemas = EnforceableSchemas(schema_problem) if schemas is None else schemas
     check_tools(body.tools or [])
@@ -174,9 +185,16 @@ def _named_tools(tools: list[Tool], choice: NamedTool) -> list[Tool]:
 def _formed(
     call_format: CallFormat, form: Callable[[CallFormat], CallGrammar]
 ) -> tuple[CallFormat, str]:
-    """Return the format of calls and its grammar: the model's, or the default format if that fails.
+    """Return the call format that a grammar enforces, and that grammar.
 
-    The format fails if it cannot express a schema, or if its grammar is too large.
+    It is the model's format, or the default format if the model's format cannot express a schema or
+    its grammar is too large.
+
+    Args:
+        form: function from a call format to the grammar of answers in it.
+
+    Raises:
+        InvalidRequest: the grammar in the default format is too large, too.
     """
     try:
         grammar = form(call_format).text()
@@ -202,11 +220,14 @@ def _too_large() -> InvalidRequest:
 
 
 def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Function:
-    """Return a tool as grammars need it, with its schema checked.
+    """Return the name and the checked argument schema, or the Lark grammar, of a tool.
+
+    Args:
+        is_forced: True if the request forces the model to call a tool.
 
     Raises:
-        InvalidRequest: the schema is too large, or strict and not enforceable, or the tool is
-            forced and its schema does not describe an object.
+        InvalidRequest: the schema or grammar is too large or invalid, the tool is strict and its
+            schema not enforceable, or a forced tool's schema does not describe an object.
     """
     name = tool.function.name
     if tool.lark is not None:
@@ -240,7 +261,9 @@ def _function(tool: Tool, schemas: EnforceableSchemas, is_forced: bool) -> Funct
 
 
 def described(tools: list[Tool]) -> list[dict[str, Any]]:
-    """Return tools in the form of chat templates."""
+    """Return tools in the form of chat templates: dicts with the name, description and parameters
+    of a function.
+    """
     descriptions = []
     for function in (tool.function for tool in tools):
         fields: dict[str, Any] = {"name": function.name}

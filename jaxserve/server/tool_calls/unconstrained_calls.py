@@ -18,7 +18,7 @@ MAX_MALFORMED = 64
 
 @dataclass(frozen=True)
 class _Text:
-    """Part of the text that is content."""
+    """Range of an answer's text that is content, not a tool call."""
 
     start: int  # index of its first character in the text
     end: int  # index after its last character
@@ -28,15 +28,15 @@ class _Text:
 
 
 class UnconstrainedCalls:
-    """Calls in a text, from the first head of a call on, and the content between them.
+    """Reader of the tool calls in a complete answer that was generated without a grammar.
 
-    The text may quote calls, so it can be read only when it is complete. A call that fails is
-    content up to its end, or up to the end of the text if the call has no end. No call is read
-    within it. If the text after the calls contains the end of another reading, the whole text is
-    content.
+    A call that cannot be read is content up to its end, or up to the end of the text if the call
+    has no end. No call is read within such a call. The whole text is content if a closing marker
+    without its opening marker follows a call, since the calls may then be a quotation.
 
     Args:
-        num_malformed: number of earlier markers that did not begin a call.
+        text: answer text from its first apparent call on.
+        num_malformed: number of markers before `text` that did not begin a call.
     """
 
     def __init__(self, form: CallFormat, tools: Tools, text: str, num_malformed: int = 0) -> None:
@@ -54,8 +54,10 @@ class UnconstrainedCalls:
         self._has_values = self._is_parted = self._is_mixed = False
 
     def read(self, is_unmarked: bool) -> list[str | WrittenCall | None]:
-        """Return the calls and the texts between them, in order, with None before the calls of a
-        marker.
+        """Return the tool calls and the texts between them, in order.
+
+        The element None precedes each group of calls that follows one marker. If the calls may be a
+        quotation, the list contains only the whole text.
 
         Args:
             is_unmarked: True if the text begins with calls without a marker.
@@ -96,7 +98,12 @@ class UnconstrainedCalls:
             self._parts.append(_Text(start, end, is_read, is_failed))
 
     def _read_marked(self, start: int, mark: str) -> None:
-        """Read the calls after marker `mark`, which begins at `start` and has been taken."""
+        """Add the tool calls after a consumed marker to the parts of the answer.
+
+        Args:
+            start: index at which the marker begins. Calls that cannot be read are content from here
+                on.
+        """
         source = self._source
         source.settle()
         try:
@@ -126,10 +133,12 @@ class UnconstrainedCalls:
         self._read_block(start, inner or mark)
 
     def _read_block(self, start: int, mark: str) -> None:
-        """Read consecutive calls, the first of which comes next, and the texts that close them.
+        """Add consecutive tool calls to the parts of the answer, and consume the texts that close
+        them.
 
         Args:
-            start: index from which the text is content if the calls fail.
+            start: index in the text from which the calls become content if they cannot be read.
+            mark: marker before the first call, "" without a marker.
         """
         source, form, context = self._source, self._form, self._context()
         calls, is_good, is_read, good_end = list[WrittenCall](), True, True, start
@@ -185,7 +194,7 @@ class UnconstrainedCalls:
         return False
 
     def _has_end(self, part: _Text) -> bool:
-        """Return whether a text contains an unbalanced closing marker, or the end of a call."""
+        """Return whether content has an unmatched closing marker, or the end of a tool call."""
         form, text = self._form, self._source.text[part.start : part.end]
         is_bare = isinstance(form.body, BracedCall)  # its last value may have no tags
         if (part.is_failed or is_bare) and any(end in text for end in call_ends(form)):
@@ -205,7 +214,9 @@ class UnconstrainedCalls:
 
 
 def pairs_of(form: CallFormat) -> tuple[tuple[str, str], ...]:
-    """Return pairs of opening and closing markers that must balance, without code fences."""
+    """Return the (opening, closing) markers of a call format that must balance, without code
+    fences.
+    """
     pairs = [(form.mark, form.close), form.section, *form.others]
     if isinstance(form.body, TagCall):
         pairs.append((form.mark, form.body.end))
@@ -214,17 +225,20 @@ def pairs_of(form: CallFormat) -> tuple[tuple[str, str], ...]:
 
 
 def call_ends(form: CallFormat) -> tuple[str, ...]:
-    """Return the texts that end a call or a list of calls, without code fences."""
+    """Return the texts that end a tool call or a list of calls in a format, without code fences."""
     body_end = form.body.end if isinstance(form.body, TagCall) else ""
     ends = (*form.closes, form.section[1], body_end)
     return tuple(end for end in ends if end and "```" not in end)
 
 
 def inner_mark(source: text_feed.TextFeed, form: CallFormat, mark: str) -> text_feed.Reading[str]:
-    """Consume and return the marker of a call after `mark`, "" if `mark` is one and no section's.
+    """Consume and return the marker of the first tool call after the section marker `mark`.
+
+    The result is "" if `mark` is not a section marker but the marker of a call itself.
 
     Raises:
-        FormatMismatch: no call follows the section marker.
+        IncompleteCall: the text ended within the marker of the call.
+        FormatMismatch: other text follows the section marker.
     """
     if not form.section[0] or mark != form.section[0]:
         return ""
@@ -240,16 +254,16 @@ def inner_mark(source: text_feed.TextFeed, form: CallFormat, mark: str) -> text_
 
 
 def open_list(source: text_feed.TextFeed, form: CallFormat) -> text_feed.Reading[None]:
-    """Consume the bracket before a list of calls, if the format has one and it comes next."""
+    """Consume the "[" before a list of tool calls, if the format has one and it comes next."""
     if form.is_array and not form.is_python:
         yield from source.skip_space()
         yield from source.takes("[")
 
 
 def follows_in_list(source: text_feed.TextFeed, form: CallFormat) -> text_feed.Reading[bool]:
-    """Consume the separator before the next call of a list. Return whether a call follows.
+    """Consume the separator before the next tool call of a list. Return whether a call follows.
 
-    The text consumed before is settled.
+    Otherwise the separator is not consumed. All text before the separator is settled.
     """
     source.settle()
     if (yield from source.takes_behind_space(*form.separators)):
@@ -266,12 +280,15 @@ def follows_in_list(source: text_feed.TextFeed, form: CallFormat) -> text_feed.R
 
 
 def close_of(form: CallFormat, mark: str) -> str:
-    """Return the text that closes calls after the marker `mark`, or ""."""
+    """Return the text that closes tool calls after the marker `mark`, "" if there is none."""
     return {form.mark: form.close, **dict(form.others)}.get(mark, "")
 
 
 def take_closes(source: text_feed.TextFeed, form: CallFormat, mark: str) -> text_feed.Reading[bool]:
-    """Consume the texts that close calls. Return whether the end of their section was one."""
+    """Consume the texts that close tool calls after the marker `mark`, as far as they come next.
+
+    Return whether the end marker of the section around the calls was one of them.
+    """
     close = close_of(form, mark)
     if form.is_array and not form.is_python:
         yield from source.takes_behind_space("]")

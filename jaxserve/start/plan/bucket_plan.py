@@ -29,12 +29,19 @@ _BUSY_SECONDS = {"cpu": 120.0, "gpu": 4 * 3600.0}
 
 
 def busy_seconds(platform: str) -> float:
-    """Return the busy time in which a program must save more than it costs to compile."""
+    """Return the seconds of work in which a program must save more time than it costs to compile.
+
+    Args:
+        platform: "cpu" or "gpu".
+    """
     return _BUSY_SECONDS["cpu" if platform == "cpu" else "gpu"]
 
 
 def needs_logits(config: EngineConfig) -> bool:
-    """Return whether programs must return logits, for log-probabilities computed on the host."""
+    """Return whether programs must return logits, from which the host computes log-probabilities.
+
+    This is the case for max_logprobs above 20 or -1, and for other modes than raw_logprobs.
+    """
     is_default = 0 <= config.max_logprobs <= MAX_LOGPROBS
     return not is_default or config.logprobs_mode != "raw_logprobs"
 
@@ -45,12 +52,12 @@ def buckets_of(
     sizes: tuple[Sequence[int] | None, Sequence[int] | None],
     greedy_decode: bool,
 ) -> BucketSet:
-    """Return the buckets of an engine.
+    """Return all padded sizes for which an engine may compile programs.
 
     Args:
         config: resolved settings (see `EngineConfig.resolve`).
         platform: platform of the device, "cpu" or "gpu".
-        sizes: padded sizes of decode steps, and of other steps, each None for the defaults.
+        sizes: padded sizes of decode steps, and of mixed steps, each None for the defaults.
         greedy_decode: see `BucketSet`.
     """
     assert config.max_num_seqs and config.max_num_batched_tokens
@@ -68,14 +75,15 @@ def buckets_of(
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Padded sizes, and the measurements by which they were chosen.
+    """The padded sizes whose programs an engine compiles, and the measurements that chose them.
 
     Attributes:
-        decode_sizes, token_sizes: sizes of decode steps and of other steps, ascending.
+        decode_sizes, token_sizes: sizes of decode steps and of mixed steps, ascending.
         dropped: rejected candidates of either kind, whose compilation takes longer than it saves.
         compile_seconds: wall-clock seconds of one program while others compile too, or 0 if
             unknown.
-        step_seconds: label of a measured bucket -> seconds of its step over padding only.
+        step_seconds: label of a measured bucket -> seconds of its step over padding only. None
+            without a measurement.
         busy_seconds: busy time within which a program had to save its compile time, or 0 if all
             candidates were taken.
     """
@@ -89,13 +97,13 @@ class BucketPlan:
 
     @classmethod
     def of(cls, buckets: BucketSet) -> BucketPlan:
-        """Return the plan with all sizes of `buckets`."""
+        """Return a BucketPlan with all sizes of a BucketSet, without measurements."""
         decode, tokens = _ladders(buckets)
         return cls(tuple(decode), tuple(tokens))
 
     @classmethod
     def from_notes(cls, notes: Mapping[str, Any]) -> BucketPlan:
-        """Restore a plan from the JSON values that `notes` returned."""
+        """Return the BucketPlan from which the method `notes` made these JSON values."""
         decode, tokens = notes["dropped"]
         return cls(
             tuple(notes["decode_sizes"]),
@@ -107,14 +115,14 @@ class BucketPlan:
         )
 
     def has(self, program: Program) -> bool:
-        """Return whether the plan contains the size of a program. It is true of every sampler."""
+        """Return whether the plan contains the padded size of a program. Samplers always count."""
         if isinstance(program, Sampler):
             return True
         sizes = self.decode_sizes if program.decode_only else self.token_sizes
         return program.num_tokens in sizes
 
     def notes(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
+        """Return the plan as JSON values, for storage beside the programs."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -149,7 +157,10 @@ def _ladders(buckets: BucketSet) -> tuple[dict[int, Bucket], dict[int, Bucket]]:
 
 
 def anchors(buckets: BucketSet) -> list[Bucket]:
-    """Return the buckets to measure: the smallest, middle and largest of each kind."""
+    """Return the buckets to measure, largest first: at most three decode and three mixed ones.
+
+    They are the smallest, middle and largest size of each kind.
+    """
     chosen: list[Bucket] = []
     for ladder in _ladders(buckets):
         sizes = list(ladder)
@@ -158,11 +169,11 @@ def anchors(buckets: BucketSet) -> list[Bucket]:
 
 
 def best_first(buckets: BucketSet) -> list[Bucket]:
-    """Return the buckets in the order in which they gain most, alternating between the kinds.
+    """Return all buckets in the order in which their programs should be compiled.
 
-    The largest decode step is first, because launches of several steps need it. The smallest
-    follows, and then the middles of the remaining ranges. Of these the smaller sizes are first,
-    because padding is a larger part of a small step.
+    Decode and mixed buckets alternate. The largest size is first, because launches of several steps
+    need the largest decode. The smallest follows, and then the middles of the remaining ranges. Of
+    these the smaller sizes are first, because padding is a larger part of a small step.
     """
     ladders = [list(ladder.values()) for ladder in _ladders(buckets)]
     ordered = [_halving(ladder) for ladder in ladders]
@@ -189,19 +200,19 @@ def choose_sizes(
     compile_seconds: float,
     busy_seconds: float,
 ) -> BucketPlan:
-    """Return the plan without the sizes whose padding costs less than their compilation.
+    """Return a BucketPlan without the sizes whose compilation costs more than it saves in padding.
 
     Step times between two measured sizes are interpolated linearly. Work is assumed to be spread
-    evenly: half of the busy time goes to decode steps, half to other steps, and an equal share to
-    each candidate size. A missing size costs the extra time of the next larger size, over its
-    share of `busy_seconds`.
+    evenly: half of the busy time goes to decode steps, half to mixed steps, and an equal share to
+    each candidate size. A missing size costs the extra time of the next larger size, over its share
+    of `busy_seconds`.
 
     Args:
         buckets: the candidates. The largest of each kind is always chosen, and so is the smallest
             decode step, which a single request runs.
         step_seconds: measured seconds of the buckets of `anchors`.
         compile_seconds: seconds to compile one program.
-        busy_seconds: see the function of this name.
+        busy_seconds: seconds of work in which a program must save its compilation.
     """
     chosen: list[tuple[int, ...]] = []
     dropped: list[tuple[int, ...]] = []
@@ -232,7 +243,8 @@ def _worth_keeping(
 ) -> Bool[np.ndarray, " n"]:
     """Return a mask of the sizes to compile.
 
-    It drops the size of least loss repeatedly, while the loss is below `compile_seconds`.
+    The size whose removal costs the least time is removed repeatedly, while this cost is below
+    `compile_seconds`. The largest size stays.
 
     Args:
         seconds: seconds of a step of each size, ascending.
@@ -262,11 +274,11 @@ def _worth_keeping(
 def padding_seconds(
     buckets: Iterable[Bucket], run: Callable[[Bucket], StepOutput]
 ) -> dict[Bucket, float]:
-    """Measure the seconds of a launch of each bucket over padding only, the least of four runs.
+    """Measure the seconds of a launch of each bucket on padding, as the least of four averages.
 
     Args:
         buckets: buckets to measure, whose programs are compiled.
-        run: submits a launch of a bucket and returns its output.
+        run: submits a launch of a bucket on padding and returns its output.
     """
     seconds: dict[Bucket, float] = {}
     for bucket in buckets:

@@ -25,11 +25,17 @@ _log = logging.getLogger(__name__)
 
 
 def choose_dtype(asked: str, declared: str, device: DeviceLimits, overflows: bool) -> Any:
-    """Return the dtype of weights and activations.
+    """Return the dtype of activations and of weights that are not quantized.
 
-    "auto" is the checkpoint's own on a GPU, bfloat16 where that is float32, and float32 on CPU,
-    where 16-bit products of a few rows are slower. A card without bfloat16 takes float16 instead,
-    and a model that overflows it (`overflows_float16`) bfloat16 or float32.
+    For "auto" on a CPU it is float32, because 16-bit products of a few rows are slower there. For
+    "auto" on a GPU it is the checkpoint's dtype, but bfloat16 instead of float32 or float64. A card
+    without bfloat16 takes float16 instead, or float32 for a model that overflows float16.
+
+    Args:
+        asked: the setting dtype.
+        declared: dtype of the checkpoint.
+        device: kind and capability of the device.
+        overflows: whether the model overflows float16 (`overflows_float16`).
 
     Raises:
         UnsupportedModel: bfloat16 on a card without it, float16 for a model that overflows it, or
@@ -55,7 +61,7 @@ def choose_dtype(asked: str, declared: str, device: DeviceLimits, overflows: boo
 
 
 def choose_quantization(asked: str | None, model_config: ModelConfig) -> str | None:
-    """Return the form that loading quantizes to, or None to keep the checkpoint's weights.
+    """Return the form that loading quantizes matrices to, or None to keep the checkpoint's weights.
 
     Args:
         asked: the setting `quantization`, or None.
@@ -81,7 +87,9 @@ def choose_quantization(asked: str | None, model_config: ModelConfig) -> str | N
 
 
 def placed_dtype(config: EngineConfig, source: Source, device: DeviceLimits) -> Any:
-    """Return the dtype of activations and unquantized weights on a device.
+    """Return the dtype of activations and unquantized weights on a device (see `choose_dtype`).
+
+    A folder from `jaxserve convert` has a fixed dtype.
 
     Raises:
         UnsupportedModel: the setting `dtype` differs from the dtype of a converted folder, or
@@ -98,7 +106,7 @@ def placed_dtype(config: EngineConfig, source: Source, device: DeviceLimits) -> 
 
 
 def chosen_form(config: EngineConfig, source: Source) -> str | None:
-    """Return the form that matrices are quantized to, by loading or by an earlier conversion.
+    """Return the form that matrices are quantized to now or by an earlier conversion, or None.
 
     Raises:
         UnsupportedModel: see `choose_quantization`.
@@ -110,8 +118,8 @@ def chosen_form(config: EngineConfig, source: Source) -> str | None:
 def layout_on(config: EngineConfig, device: DeviceLimits) -> DeviceLayout:
     """Return the layout of a model's matrices on a device.
 
-    Matrices of a GGUF file stay in its blocks unless the settings name a dtype, which then applies
-    to all matrices.
+    Matrices of a GGUF file stay in their GGUF blocks if the setting dtype is "auto". A named dtype
+    applies to all matrices.
     """
     return DeviceLayout(
         panels=not device.is_gpu,
@@ -122,6 +130,6 @@ def layout_on(config: EngineConfig, device: DeviceLimits) -> DeviceLayout:
 
 
 def weights_of(config: EngineConfig, source: Source, dtype: Any, device: DeviceLimits) -> Weights:
-    """Return the weights of a source in a dtype and in the layout of a device."""
+    """Return the description of a source's weights in a dtype and in the layout of a device."""
     layout = layout_on(config, device)
     return Weights(source.model_config, dtype, layout, source.stored)

@@ -12,17 +12,17 @@ from jaxserve.settings.config import MAX_SCHEDULER_STEPS, EngineConfig
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the model and its cache, which apply to every request.
+    """Limits of the model and of the KV cache that an engine checks for every request.
 
     Attributes:
         vocab_size: width of the logits, which exceeds every token id.
-        max_model_len: most tokens of a sequence, which the cache can hold.
+        max_model_len: most tokens of a sequence, which the KV cache can hold.
         eos_token_ids: the end-of-sequence ids of the model.
         seed: seed of the engine, from which the seeds of requests without one are derived.
         launch_steps: most decode steps of a launch, by default the most of any configuration.
         max_logprobs: most alternatives of a token, -1 for the whole vocabulary.
-        keeps_logits: whether programs return logits, from which the host computes
-            log-probabilities that the device does not.
+        keeps_logits: whether programs return logits, from which the host computes log-probabilities
+            that the device does not.
     """
 
     vocab_size: int
@@ -35,11 +35,11 @@ class Limits:
 
 
 def slot_table(config: EngineConfig, model_config: ModelConfig) -> SlotTable:
-    """Return an empty slot table.
+    """Return an empty slot table with a slot for each of max_num_seqs sequences.
 
     Args:
         config: resolved settings.
-        model_config: configuration of the model, whose window limits the pages of a slot.
+        model_config: configuration of the model, whose attention window limits the pages of a slot.
     """
     assert config.max_num_seqs and config.max_model_len
     window = model_config.layers.window

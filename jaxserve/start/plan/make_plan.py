@@ -45,12 +45,15 @@ _NARROWED = ("bfloat16", "float16", "float32")
 
 
 def plan_start(config: EngineConfig, source: Source, device: DeviceMemory) -> StartPlan:
-    """Plan the start of a model on a device, without a JAX backend.
+    """Plan the start of a model on a device, without starting JAX.
 
     Args:
-        config: unresolved settings. Open ones are chosen.
+        config: the user's settings. Settings that are None are chosen.
         source: source of the model.
         device: description of the device, which need not be in this machine.
+
+    Returns:
+        The plan, whose settings are resolved.
 
     Raises:
         InvalidRequest: the model does not fit in memory. The text names settings that would fit.
@@ -87,9 +90,10 @@ def _warn_beyond(config: EngineConfig, source: Source) -> None:
 
 
 def _with_context(plan: StartPlan) -> StartPlan:
-    """Return the plan with max_model_len reduced to the tokens that a CPU's cache holds.
+    """Return the plan with max_model_len reduced to the tokens that a CPU's KV cache holds.
 
-    Log the size of the cache if it is smaller than the model's context or than the default.
+    A max_model_len of the user stays. Log the size of the cache if it is smaller than the model's
+    context or than the default.
     """
     declared, config = plan.max_model_len, plan.config
     is_sized = config.num_gpu_blocks_override is None and plan.num_pages >= 2
@@ -120,12 +124,13 @@ def plan_on_this_device(config: EngineConfig, source: Source, root: Path) -> Sta
     """Plan the start on this machine's device, and start JAX with the memory of the plan.
 
     JAX reserves that memory instead of its default share of every card. It is the memory of all
-    engines of this process, and each engine uses its share.
+    engines of this process, and each engine uses its share. If JAX cannot open the card, the result
+    is a plan for the CPU.
 
     Args:
-        config: unresolved settings.
+        config: the user's settings. Settings that are None are chosen.
         source: source of the model.
-        root: of the files that say how much of the host's memory is free.
+        root: root of the file system with the files that show the host's free memory.
 
     Raises:
         InvalidRequest, UnsupportedModel: the device cannot hold or compute the model.
@@ -153,7 +158,9 @@ def plan_on_this_device(config: EngineConfig, source: Source, root: Path) -> Sta
 def placed_weights(
     config: EngineConfig, source: Source, form: str | None, device: DeviceMemory, dtype: Any = None
 ) -> Weights:
-    """Return the weights in the dtype of the start, which on CPU depends on the free memory.
+    """Return the description of the weights in the dtype of the start.
+
+    On a CPU with dtype "auto" it is bfloat16 if float32 does not fit into the free memory.
 
     Args:
         config: unresolved settings.
@@ -172,7 +179,9 @@ def placed_weights(
 def _narrowed(
     config: EngineConfig, weights: Weights, form: str | None, device: DeviceMemory
 ) -> Weights:
-    """Return the weights in bfloat16 if float32 would shrink the cache or not start.
+    """Return the weights in bfloat16 if float32 would not start or would shrink the KV cache.
+
+    They stay in float32 if bfloat16 gives no larger cache.
 
     Args:
         config: unresolved settings, with dtype "auto".
@@ -208,7 +217,7 @@ def _report_narrow(config: EngineConfig, source: Source, weights: Weights, plan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Plans of a model in each form on a device, for `jaxserve plan`.
+    """Plans of a model on a device in each form of its weights, shown by `jaxserve plan`.
 
     Attributes:
         device: description of the device.
@@ -230,12 +239,14 @@ class ModelPlan:
 def plan_model(
     config: EngineConfig, device_name: str | None = None, root: Path = Path("/")
 ) -> ModelPlan:
-    """Plan the start of a model in each form. Only the configuration of a hub model is fetched.
+    """Plan the start of a model in each form of its weights, for `jaxserve plan`.
+
+    Only the configuration of a model on the hub is fetched.
 
     Args:
         config: names the model. Open settings are chosen as a start chooses them.
         device_name: a card of the table, or "cpu". By default it is this machine's device.
-        root: folder of the files from which the host's free memory is read.
+        root: root of the file system with the files that show the host's free memory.
 
     Raises:
         CheckpointError: the model does not exist or cannot be read.

@@ -47,10 +47,10 @@ _UNKNOWN = 1 << 62
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a start.
+    """Sizes of the steps of an engine, and its share of the memory.
 
     Attributes:
-        share: of the free memory.
+        share: share of the free memory.
         seqs: most sequences running at once.
         tokens: most tokens of a step.
     """
@@ -69,7 +69,10 @@ _CPU = Sizes(1.0, 32, 512)
 
 
 def size_candidates(config: EngineConfig, device: DeviceMemory) -> Iterator[Sizes]:
-    """Yield the sizes that a start may take by default, the best first."""
+    """Yield the default Sizes (share of memory, sequences, tokens of a step), the best first.
+
+    A start takes the first Sizes that leave enough memory for the KV cache.
+    """
     if not device.limits.is_gpu:
         yield _CPU
         return
@@ -82,12 +85,15 @@ def size_candidates(config: EngineConfig, device: DeviceMemory) -> Iterator[Size
 
 
 def engine_budget(config: EngineConfig, device: DeviceMemory, share: float) -> int:
-    """Return the bytes of a device that one engine may take.
+    """Return the bytes of a device that one engine may allocate.
+
+    On a CPU it is the free memory without a reserve for the process, and unlimited if the free
+    memory is unknown.
 
     Args:
         config: the settings, of which several engines have a `memory_share` each.
-        device: with the bytes that are free and in use.
-        share: of the free memory, if gpu_memory_utilization is not set.
+        device: description of the device, with the bytes that are free and in use.
+        share: share of the free memory, if gpu_memory_utilization is not set.
     """
     if not device.limits.is_gpu:  # a share of several engines is a share of their caches
         return max(0, device.free - HOST_RESERVE) if device.total else _UNKNOWN
@@ -96,10 +102,16 @@ def engine_budget(config: EngineConfig, device: DeviceMemory, share: float) -> i
 
 
 def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: DeviceLimits) -> int:
-    """Estimate the bytes of temporaries of the largest program on each device.
+    """Estimate the bytes of temporary arrays of the largest program on each device.
 
-    It is within 10 % of XLA's own reports for the programs of an 8B compiled for an A100 and an
-    H200 (2,048 and 8,192 tokens).
+    The estimate is within 10 % of XLA's own reports for the programs of an 8B model compiled for an
+    A100 and an H200 (2,048 and 8,192 tokens).
+
+    Args:
+        config: configuration of the model, with its division over devices.
+        dtype: dtype of activations.
+        sizes: most sequences and tokens of a step.
+        limits: kind and capability of the device.
     """
     item, devices = jnp.dtype(dtype).itemsize, config.split.devices
     heads = local_kv_heads(config) * (group_of(config) + 2) * config.head_dim
@@ -122,7 +134,7 @@ def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: Devic
 
 
 class PageCounts(NamedTuple):
-    """Numbers of pages of a KV cache.
+    """Numbers of pages of a KV cache, the null page included.
 
     Attributes:
         count: pages to allocate.
@@ -147,9 +159,9 @@ def count_pages(
     """Return how many pages the KV cache has (see `PageCounts` for the three numbers).
 
     num_gpu_blocks_override decides, else kv_cache_memory_bytes, else the available memory. On CPU
-    without max_model_len the cache is then never larger than its default budget, since a
-    config.json declares more positions than most requests use. With max_model_len one sequence of
-    that length fits. All numbers are limited to the pages that kernels can address.
+    without max_model_len the KV cache is never larger than its default budget, since a config.json
+    declares more positions than most requests use. With max_model_len one sequence of that length
+    fits. All numbers are limited to the pages that kernels can address.
 
     Args:
         config: resolved settings.
@@ -198,10 +210,15 @@ def _host_pages(config: EngineConfig, asked_length: int | None, page: int, room:
 
 
 def cpu_page_budget(config: EngineConfig, page_bytes: int) -> int:
-    """Return the number of pages of KV cache on CPU, the null page included.
+    """Return the number of pages of KV cache on a CPU with ample memory, the null page included.
 
-    The default is at most the number of pages that all slots can use at once, including the spare
-    page of each slot for admission. With prefix caching it is at most twice that number.
+    kv_cache_memory_bytes determines it if set. The default is 1 GiB, but at most the pages that all
+    slots can use at once, with a spare page for each slot, or twice that number with prefix
+    caching. It is never less than the pages of one sequence.
+
+    Args:
+        config: resolved settings.
+        page_bytes: bytes of a page in all layers.
     """
     assert config.max_num_seqs and config.max_model_len
     if config.kv_cache_memory_bytes is not None:
@@ -214,12 +231,12 @@ def cpu_page_budget(config: EngineConfig, page_bytes: int) -> int:
 
 
 def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_pages: int) -> int:
-    """Return the most tokens of a sequence that a cache holds, at most max_model_len.
+    """Return the most tokens of one sequence that a KV cache holds, at most max_model_len.
 
     Args:
         config: resolved settings.
         model_config: configuration of the model.
-        num_pages: pages of the cache, the null page included.
+        num_pages: pages of the KV cache, the null page included.
     """
     assert config.max_model_len is not None
     return longest_held(

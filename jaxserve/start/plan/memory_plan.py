@@ -27,12 +27,13 @@ from jaxserve.weights.quantize import FORMS
 def plan_memory(
     config: EngineConfig, weights: Weights, form: str | None, device: DeviceMemory
 ) -> StartPlan:
-    """Return the plan with the first candidate of step sizes that leaves enough for the cache.
+    """Return the plan with the first candidate of step sizes that leaves enough room for the cache.
 
-    If all leave too little, return the plan with the largest cache.
+    If all candidates leave too little, return the plan with the largest KV cache, which may not
+    start (`StartPlan.starts`).
 
     Args:
-        config: unresolved settings. The sizes that it names are not changed.
+        config: unresolved settings. Sizes that are set are not changed.
         weights: weights of the model.
         form: form that matrices are quantized to, or None for the form of the checkpoint.
         device: description of the device.
@@ -76,7 +77,7 @@ def plan_of_shapes(
     device: DeviceMemory,
     share: float,
 ) -> StartPlan:
-    """Return the plan of a model with known shapes, with the cache that fits.
+    """Return the plan of a model with known shapes, with the KV cache that fits beside them.
 
     Args:
         config: resolved settings.
@@ -112,5 +113,8 @@ def plan_of_shapes(
 
 
 def forms_of(config: ModelConfig) -> tuple[str | None, ...]:
-    """Return the possible forms of a checkpoint's weights, the largest first (None: as stored)."""
+    """Return the forms that a checkpoint's weights can have, the largest first.
+
+    None is the stored form. A checkpoint that is quantized already has only this form.
+    """
     return (None,) if config.quantization is not None else (None, *FORMS)

@@ -21,8 +21,8 @@ from jaxserve.models.placed_weight import FULL, PlacedWeight
 class ModelShapes:
     """The structure of a model whose weights are placed, with shapes in place of its arrays.
 
-    It can be pickled. Shapes of a model that is divided over devices have a sharding over an
-    abstract mesh, which names no device.
+    The structure can be pickled. Shapes of a model that is divided over devices have a sharding
+    over an abstract mesh, which names no device.
 
     Attributes:
         graphdef: Flax's description of the module.
@@ -34,44 +34,41 @@ class ModelShapes:
 
     @classmethod
     def of(cls, model: Decoder) -> ModelShapes:
-        """Return the structure of a model, with shapes in place of its arrays.
-
-        The model may itself have shapes in place of arrays.
-        """
+        """Return the ModelShapes of a model, which may have shapes in place of arrays itself."""
         graphdef, state = nnx.split(model)  # pyright: ignore[reportUnknownVariableType]
         return cls(graphdef, jax.tree.map(_shape, state))
 
     @property
     def treedef(self) -> Any:
-        """The tree of `leaves`, as `jax.tree.flatten` returns it."""
+        """Tree structure of the model's arrays, as `jax.tree.flatten` returns it."""
         return jax.tree.structure(self.state)
 
     @property
     def leaves(self) -> list[Any]:
-        """Shapes of the arrays, in the order in which programs take the arrays."""
+        """Shapes of the model's arrays, in the order in which programs take the arrays."""
         return jax.tree.leaves(self.state)
 
     def leaves_on(self, mesh: Mesh | None) -> list[Any]:
-        """Return `leaves`, with shardings over the devices of `mesh` if there are several."""
+        """Return the shapes of the model's arrays, with shardings over `mesh` unless it is None."""
         return self.leaves if mesh is None else placed_arguments(mesh, self.leaves)
 
     @property
     def parameters(self) -> dict[str, Any]:
         """The model's parameters by path, with shapes instead of arrays.
 
-        A quantized parameter has several arrays.
+        A quantized parameter consists of several arrays.
         """
         leaves = tree_leaves_with_path(self.state, is_leaf=_is_variable)
         return {keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the arrays on each device."""
+        """Bytes of the model's arrays on each device."""
         return sum(map(local_bytes, self.leaves))
 
     @property
     def is_quantized(self) -> bool:
-        """Whether some parameters are neither in full nor panels of numbers in full."""
+        """Whether at least one parameter is quantized."""
         values = (parameter.get_value() for parameter in self.parameters.values())
         return any(
             value.form != FULL
@@ -81,13 +78,13 @@ class ModelShapes:
         )
 
     def for_config(self, config: ModelConfig) -> ModelShapes:
-        """Return the same shapes of a model whose configuration differs in its positions."""
+        """Return the same shapes with another model configuration of the same weights."""
         model: Decoder = nnx.merge(self.graphdef, self.state)
         model.config = config
         return ModelShapes.of(model)
 
     def difference(self, placed: ModelShapes) -> str | None:
-        """Return how a placed model differs from this plan, or None.
+        """Return a text that says how the shapes of a placed model differ from these, or None.
 
         The text names the first parameter that differs or is missing, with both shapes. If all
         parameters are equal but the module structure differs, the text says only that.

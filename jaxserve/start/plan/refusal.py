@@ -23,7 +23,7 @@ def refusal(
     device: DeviceMemory,
     fixed: bool = False,
 ) -> str:
-    """Return the error text for a plan that does not fit, with a setting, dtype or form that does.
+    """Return the error text for a plan that does not fit, with a setting, dtype or form that fits.
 
     Args:
         config: unresolved settings.
@@ -83,9 +83,10 @@ def _smaller_forms(
 
 
 def _fitting_cache(config: EngineConfig, plan: StartPlan) -> str | None:
-    """Return a text with the largest cache or context that fits, for the setting that is too large.
+    """Return a text with the largest cache or context that fits, for a setting that is too large.
 
-    It is None if the cache would be shorter than `LEAST_TOKENS`, or if no setting names its size.
+    The setting is num_gpu_blocks_override, kv_cache_memory_bytes or max_model_len. The result is
+    None if none of them is set, or if fewer than `LEAST_TOKENS` tokens fit.
     """
     pages = plan.room // plan.page_bytes
     tokens = (pages - 1) * plan.block_size
@@ -148,7 +149,10 @@ _SHORT_CONTEXT = 4096
 def _setting_to_change(
     config: EngineConfig, weights: Weights, plan: StartPlan, device: DeviceMemory
 ) -> str | None:
-    """Return a text that names the setting without which the plan's form would fit, or None."""
+    """Return a text that names a setting whose change lets the plan's form fit, or None.
+
+    A setting of the user is tried at its default, and then a shorter context.
+    """
     for name in _GIVEN:
         value = getattr(config, name)
         if value is None:

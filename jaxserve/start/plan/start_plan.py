@@ -33,7 +33,7 @@ from jaxserve.start.plan.weights import read_bytes
 class StartPlan:
     """The plan of a start: settings, shapes, memory and the programs to compile.
 
-    It holds no array and no JAX device, can be pickled, and is computed without a JAX backend.
+    The plan has no array and no JAX device, can be pickled, and is computed without a JAX backend.
     Sizes are in bytes on one device.
 
     Attributes:
@@ -73,72 +73,72 @@ class StartPlan:
 
     @property
     def platform(self) -> str:
-        """ "cpu" or "gpu"."""
+        """Platform of the device: "cpu" or "gpu"."""
         return "gpu" if self.device.limits.is_gpu else "cpu"
 
     @property
     def max_num_seqs(self) -> int:
-        """Most sequences that run at once: the slots."""
+        """Most sequences that run at once, the number of slots."""
         assert self.config.max_num_seqs is not None
         return self.config.max_num_seqs
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Most tokens of a step."""
+        """Most tokens of a step (max_num_batched_tokens)."""
         assert self.config.max_num_batched_tokens is not None
         return self.config.max_num_batched_tokens
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a sequence."""
+        """Most tokens of a sequence (max_model_len)."""
         assert self.config.max_model_len is not None
         return self.config.max_model_len
 
     @property
     def block_size(self) -> int:
-        """Tokens of a page."""
+        """Number of tokens in a page of the KV cache."""
         return self.config.block_size
 
     @property
     def pages(self) -> MemoryKind:
-        """The KV cache."""
+        """The kind of memory of the KV cache, with its number of pages."""
         return next(kind for kind in self.memory if kind.name == PAGES)
 
     @property
     def num_pages(self) -> int:
-        """Pages of KV cache, the null page included."""
+        """Number of pages of the KV cache, the null page included."""
         return self.pages.count
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page in all layers."""
+        """Bytes of one page of the KV cache in all layers, on each device."""
         return self.pages.bytes_per_unit
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights."""
+        """Bytes of the weights on each device."""
         return self.model.num_bytes
 
     @property
     def buckets(self) -> BucketSet:
-        """The padded sizes that the settings name, or all candidates."""
+        """The padded sizes of steps that the settings name, or all candidates."""
         sizes = self.config.decode_sizes, self.config.token_sizes
         return buckets_of(self.config, self.platform, sizes, self.greedy_decode)
 
     @property
     def names_sizes(self) -> bool:
-        """Whether the settings name padded sizes."""
+        """Whether the settings name padded sizes (decode_sizes or token_sizes)."""
         return bool(self.config.decode_sizes or self.config.token_sizes)
 
     @property
     def samplers(self) -> list[Sampler]:
-        """Keys of the samplers that follow launches, smallest first."""
+        """Keys of the samplers that follow launches, smallest first. Empty if launches sample."""
         sizes = few_sizes(self.max_num_seqs)
         return list(map(Sampler, sizes)) if self.buckets.largest.keeps_logits else []
 
     @property
     def other_programs(self) -> list[Key]:
-        """Keys of all programs that are not launches, samplers first, smallest first."""
+        """Keys of all programs but launches and the creation of device state, samplers first."""
         keys: list[Key] = [*self.samplers]
         if keys:
             keys.append(SCORE)
@@ -149,11 +149,11 @@ class StartPlan:
 
     @property
     def programs(self) -> list[Key]:
-        """Keys of all programs of a start, the longest compilation first."""
+        """Keys of all programs of a start: launches from the largest, and then the others."""
         return [*sorted(self.buckets, reverse=True), *self.other_programs, STATE]
 
     def program_name(self, key: Key) -> str:
-        """Return the name of a program in the store."""
+        """Return the name under which the program of a key is stored in the ProgramStore."""
         if isinstance(key, Bucket):
             sampler = ", sampler apart" if key.keeps_logits else ""
             return f"{key}{sampler}, {self.num_pages} pages"
@@ -162,14 +162,14 @@ class StartPlan:
         return f"{key}, {self.buckets.largest}" if key in (SCORE, PROJECT) else str(key)
 
     def with_pages(self, count: int) -> StartPlan:
-        """Return the plan with another number of pages."""
+        """Return a copy of the plan with another number of pages of KV cache."""
         memory = tuple(
             replace(kind, count=count) if kind.name == PAGES else kind for kind in self.memory
         )
         return replace(self, memory=memory)
 
     def with_length(self, length: int) -> StartPlan:
-        """Return the plan for sequences of at most `length` tokens."""
+        """Return a copy of the plan for sequences of at most `length` tokens (max_model_len)."""
         model_config = self.model_config.for_length(length)
         model = self.model
         if model_config != self.model_config:  # which is part of the model's structure
@@ -178,20 +178,21 @@ class StartPlan:
         return replace(self, config=config, model_config=model_config, model=model)
 
     def with_settings(self, config: EngineConfig) -> StartPlan:
-        """Return the plan for other resolved settings of the same programs and shapes."""
+        """Return a copy of the plan with other resolved settings that keep programs and shapes."""
         assert config.max_model_len is not None
         return replace(self, config=config).with_length(config.max_model_len)
 
     @property
     def estimate(self) -> int:
-        """Bytes that the largest launch is expected not to exceed beside weights and cache.
+        """Bytes that the largest launch is expected to need at most, beside weights and cache.
 
-        `temporary_bytes` of a plan whose programs are not compiled is right within a tenth.
+        It is an eighth more than `temporary_bytes`, which is right within a tenth before
+        compilation.
         """
         return self.temporary_bytes + self.temporary_bytes // 8
 
     def settle(self, temporary_bytes: int) -> StartPlan:
-        """Return the plan with the cache that fits beside the compiled largest launch.
+        """Return a copy of the plan with the KV cache that fits beside the compiled largest launch.
 
         If the settings name the size of the cache, or on a CPU, only `temporary_bytes` changes.
 
@@ -258,12 +259,12 @@ class StartPlan:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of a step: `temporary_bytes`, and the memory that belongs to no layer."""
+        """Bytes of a step's temporaries and of the device state that belongs to no layer."""
         return self.temporary_bytes + sum(k.num_bytes for k in self.memory if not k.layers)
 
     @property
     def cache_kinds(self) -> list[MemoryKind]:
-        """Kinds of memory that belong to layers, the KV cache last."""
+        """Kinds of memory of the device state that belong to layers, the KV cache last."""
         kinds = [kind for kind in self.memory if kind.layers and kind.name != PAGES]
         return [*kinds, self.pages]
 
@@ -274,55 +275,55 @@ class StartPlan:
 
     @property
     def room(self) -> int:
-        """Bytes that remain for the cache."""
+        """Bytes of the memory budget that remain for the KV cache."""
         return int(self.budget * (1 - SLACK)) - self._taken
 
     @property
     def needed(self) -> int:
-        """Bytes that a start needs at least."""
+        """Bytes that a start with the smallest possible KV cache needs."""
         return int((self._taken + self.least_pages * self.page_bytes) / (1 - SLACK))
 
     @property
     def starts(self) -> bool:
-        """Whether the engine starts: whether the least cache fits into the budget."""
+        """Whether the engine starts: whether `needed` fits into the memory budget."""
         return self.needed <= self.budget
 
     @property
     def is_whole(self) -> bool:
-        """Whether the engine starts with a cache as large as where memory is ample."""
+        """Whether the engine starts with a KV cache as large as with ample memory."""
         return self.starts and self.num_pages >= self.full_pages
 
     def fits(self, free_bytes: int) -> bool:
-        """Return whether weights, device state and the largest launch fit into free memory."""
+        """Return whether weights, device state and the largest launch fit into `free_bytes`."""
         total = self._taken + self.pages.num_bytes
         return int(total / (1 - SLACK)) <= free_bytes
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of the start."""
+        """The memory share and the most sequences and tokens of a step."""
         return Sizes(self.share, self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens of KV cache, without the null page. It is 0 if the engine does not start."""
+        """Tokens that the KV cache holds, without the null page. 0 if the engine does not start."""
         return (self.num_pages - 1) * self.block_size if self.starts else 0
 
     @property
     def longest(self) -> int:
-        """Most tokens of one sequence."""
+        """Most tokens of one sequence, by max_model_len and the KV cache."""
         return min(self.max_model_len, self.cache_tokens)
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of the longest context that run at once."""
+        """Number of sequences of `longest` tokens that run at once."""
         return min(self.max_num_seqs, self.cache_tokens // max(1, self.longest))
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of weights that a step of one row reads."""
+        """Bytes of weights that a step of one row reads on each device."""
         return read_bytes(self.model, self.model_config, 1)
 
     @property
     def step_seconds(self) -> float | None:
-        """Least seconds of a step, to read the weights at the full bandwidth, or None."""
+        """Seconds to read the weights of a step at the full bandwidth, or None if it is unknown."""
         return self.read_bytes / self.device.bandwidth if self.device.bandwidth else None

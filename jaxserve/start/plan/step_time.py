@@ -61,7 +61,7 @@ _SUMMED = 4  # bytes of a number that is summed, which is float32
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of a step on each device.
+    """Predicted seconds of one step on each device, and the parts of that time.
 
     Attributes:
         tokens: number of tokens of the step.
@@ -77,12 +77,12 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step."""
+        """Seconds of the step: the longer of `memory` and `compute`, plus `sums`."""
         return max(self.memory, self.compute) + self.sums
 
 
 def sum_seconds(devices: int, num_bytes: float, card: str) -> float:
-    """Return the predicted seconds of a sum over devices, which is 0 for one device.
+    """Return the predicted seconds of one sum over devices (all-reduce), 0 for one device.
 
     Args:
         devices: number of devices.
@@ -98,10 +98,10 @@ def sum_seconds(devices: int, num_bytes: float, card: str) -> float:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Predictions of the steps of a model in a form on a card.
+    """Predicts the duration of steps of a model on a card, for one form of the weights.
 
     Attributes:
-        weights: weights of the model, with its split.
+        weights: weights of the model, with its split over devices.
         form: quantized form of the weights, or None.
         token_bytes: bytes of a token's KV cache in all layers, on each device.
         card: name of the card that each device is.
@@ -116,11 +116,11 @@ class StepTimes:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the card's data sheet is in the table."""
+        """Whether the card's peak rate is in the table, and its bandwidth is known."""
         return self.card in _FLOPS and self.bandwidth > 0
 
     def decode(self, rows: int, context: int) -> StepTime:
-        """Predict a step that draws one token in each of `rows` sequences of `context` tokens.
+        """Predict the time of a decode step of `rows` sequences that have `context` tokens each.
 
         Every layer is assumed to read the whole context, also a layer with a window.
         """
@@ -130,7 +130,7 @@ class StepTimes:
         return self._time(rows, read, work)
 
     def prefill(self, tokens: int) -> StepTime:
-        """Predict a step over a prompt of `tokens` tokens."""
+        """Predict the time of one step over a whole prompt of `tokens` tokens."""
         each, drawn = self.weights.multiplied
         work = 2 * (tokens * each + drawn) + self._attention * tokens * tokens / 2
         return self._time(tokens, self.weights.read(self.form, tokens), work)

@@ -28,7 +28,9 @@ _IN_GRAPHS = (
 
 
 def sum_options(config: EngineConfig, device: DeviceLimits) -> dict[str, str]:
-    """Return the compiler options of an engine's programs, which are empty by default.
+    """Return the XLA compiler options of an engine's programs for its setting all_reduce.
+
+    They are empty for "auto" and for one device.
 
     Args:
         config: the settings.
@@ -47,7 +49,7 @@ def sum_options(config: EngineConfig, device: DeviceLimits) -> dict[str, str]:
 
 
 def options_of(chosen: str) -> dict[str, str]:
-    """Return the compiler options for a value of `all_reduce`, for jax 0.11.2 on a GPU."""
+    """Return the XLA compiler options for a value of all_reduce, for jax 0.11.2 on a GPU."""
     if chosen == "auto":
         return {}
     if chosen == "xla_kernels":
@@ -58,7 +60,7 @@ def options_of(chosen: str) -> dict[str, str]:
 
 
 def _limit(chosen: str, devices: int, device: DeviceLimits) -> str | None:
-    """Return the reason why a device does not support the chosen sums, or None if it does."""
+    """Return the reason why a device does not support a value of all_reduce, or None if it does."""
     if not device.is_gpu:
         return f"it concerns GPUs, and the device is {device}"
     if jax.__version_info__ < _OLDEST_JAX:

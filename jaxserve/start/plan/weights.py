@@ -21,9 +21,9 @@ from jaxserve.weights.shapes import PLAIN, DeviceLayout, Stored, shapes_of_model
 
 
 class Weights:
-    """Weights of a model in several forms. The shapes of a form are computed once.
+    """Shapes and sizes of a model's weights in each form, computed without the arrays.
 
-    Sizes are in bytes on one device.
+    The shapes of a form are computed once. Sizes are in bytes on one device.
 
     Args:
         config: configuration of the model, with its split over devices.
@@ -45,11 +45,11 @@ class Weights:
         self._shapes: dict[str | None, ModelShapes] = {}
 
     def in_dtype(self, dtype: Any, keeps_blocks: bool | None = None) -> Weights:
-        """Return the weights with another dtype of the parameters that are not quantized.
+        """Return a Weights in which parameters that are not quantized have another dtype.
 
         Args:
             dtype: the new dtype.
-            keeps_blocks: replaces `DeviceLayout.keeps_blocks`, unless it is None.
+            keeps_blocks: whether matrices of a GGUF file stay in its blocks, or None for no change.
         """
         layout = self.layout
         if keeps_blocks is not None:
@@ -57,13 +57,17 @@ class Weights:
         return Weights(self.config, dtype, layout, self.stored)
 
     def divided(self, split: Split) -> Weights:
-        """Return the weights divided over devices by `split`, instead of their present split."""
+        """Return the same Weights for another division over devices, `split`."""
         part = copy(self)
         part.config, part._shapes = replace(self.config, split=split), {}
         return part
 
     def shapes(self, form: str | None) -> ModelShapes:
-        """Return the shapes of the placed model in a form (see `shapes_of_model`)."""
+        """Return the shapes of the placed model in a form.
+
+        Args:
+            form: form that matrices are quantized to, or None for the stored form.
+        """
         if form not in self._shapes:
             # The matrices of a converted folder are quantized already.
             target_form = None if isinstance(self.stored, ConvertedModel) else form
@@ -72,16 +76,20 @@ class Weights:
         return self._shapes[form]
 
     def sizes(self, form: str | None) -> tuple[int, int]:
-        """Return the bytes of all weights, and the bytes that a step of one row reads."""
+        """Return the bytes of all weights in a form, and the bytes that a step of one row reads."""
         return self.shapes(form).num_bytes, self.read(form, 1)
 
     def read(self, form: str | None, tokens: int) -> int:
-        """Return the bytes of weights that a step of `tokens` tokens reads."""
+        """Return the bytes of weights in a form that a step of `tokens` tokens reads."""
         return read_bytes(self.shapes(form), self.config, tokens)
 
     @property
     def multiplied(self) -> tuple[int, int]:
-        """Numbers of weights that multiply each token, and each row that draws a token."""
+        """Two numbers of weights on one device: for each token, and for each sampled row.
+
+        Each token is multiplied by the weights of all layers, with the experts that it chooses.
+        Each sampled row is multiplied by the output projection.
+        """
         config, each = self.config, 0
         experts, parameters = config.experts, parameters_of(abstract_model(config, self.dtype))
         count = 1 if experts is None else config.split.places or experts.count
@@ -100,7 +108,7 @@ class Weights:
 def read_bytes(shapes: ModelShapes, config: ModelConfig, tokens: int) -> int:
     """Return the bytes of weights that a step reads on each device.
 
-    Of the experts it includes the expected number that at least one token chooses at random.
+    Of the experts only the expected number that at least one token chooses at random counts.
 
     Args:
         shapes: shapes of the placed model.

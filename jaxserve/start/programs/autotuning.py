@@ -40,26 +40,36 @@ Choices = dict[str, bytes]
 
 
 def cache_folder(config: EngineConfig) -> Path | None:
-    """Return the folder of the compilation cache, or None if the settings disable it."""
+    """Return the folder of the compilation cache, or None if the settings disable the cache.
+
+    It is compilation_cache_dir, or the user's cache folder if that is "auto".
+    """
     cache = config.compilation_cache_dir
     cache = user_cache_dir() if cache == "auto" else cache
     return None if cache in (None, "none") else Path(cache)
 
 
 def programs_folder(config: EngineConfig) -> Path | None:
-    """Prepare the compilation cache, and return its folder of programs, or None without a cache."""
+    """Prepare the compilation cache (`prepare_cache`), and return its folder of compiled programs.
+
+    Returns:
+        None if the settings disable the cache, or if JAX's own cache stores programs.
+    """
     cache = cache_folder(config)
     return None if cache is None else prepare_cache(cache)
 
 
 def prepare_cache(directory: Path) -> Path | None:
-    """Configure JAX's own cache of XLA's choices on a GPU, and return the folder for programs.
+    """Let JAX store XLA's kernel choices for a GPU, and return the folder for compiled programs.
 
-    JAX couples XLA's choices to its cache of programs, which stays empty here (see
-    `ProgramStore`). If the user has configured that cache, it stays and replaces ours.
+    JAX couples XLA's choices to its own cache of programs, which stays empty here (see
+    `ProgramStore`). If the user has configured JAX's cache, no setting is changed.
+
+    Args:
+        directory: folder of the compilation cache.
 
     Returns:
-        The folder for compiled programs, or None if JAX's cache stores them.
+        The folder for compiled programs, or None if the user's cache of JAX stores them.
     """
     configured, autotuning = getattr(jax.config, "jax_compilation_cache_dir", None), "autotuning"
     if configured not in (None, str(directory / autotuning)):
@@ -72,11 +82,12 @@ def prepare_cache(directory: Path) -> Path | None:
 
 
 def keep_choices(kind: str, autotuning: Path) -> None:
-    """Let XLA read and write its choices in a private folder, and copy the shipped ones into it.
+    """Let XLA keep its kernel choices in a private folder, and copy the shipped choices into it.
 
     Args:
-        kind: of the card.
-        autotuning: the folder. A warning is logged if it cannot be private.
+        kind: name of the card, such as "NVIDIA H200".
+        autotuning: the folder. If it cannot be private, a warning is logged and JAX is not
+            configured.
     """
     try:
         make_private(autotuning)
@@ -89,17 +100,23 @@ def keep_choices(kind: str, autotuning: Path) -> None:
 
 
 def is_choice(name: str) -> bool:
-    """Return whether a path below `TUNED` has the form of a file of XLA's choices."""
+    """Return whether a relative path has the form of XLA's files of kernel choices.
+
+    The form is DEVICE/INSTRUCTION.pb, both hexadecimal hashes.
+    """
     return _NAME.fullmatch(name) is not None
 
 
 def table_path(kind: str) -> Path:
-    """Return the path of a card's table: "NVIDIA H200" -> autotuned/nvidia-h200.json."""
+    """Return the path of a card's shipped table: "NVIDIA H200" -> autotuned/nvidia-h200.json."""
     return _TABLES / (re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-") + ".json")
 
 
 def read_choices(kind: str) -> Choices:
-    """Read the choices that were measured on cards of this kind, or {} without a table."""
+    """Return XLA's shipped kernel choices for a kind of card, as contents of files by path.
+
+    The result is {} if no choices were measured on this kind of card.
+    """
     path = table_path(kind)
     if not path.is_file():
         return {}
@@ -113,13 +130,13 @@ def read_choices(kind: str) -> Choices:
 
 
 def write_choices(kind: str, choices: Choices, about: Mapping[str, Any]) -> Path:
-    """Write the table of a card's choices and return its path.
+    """Write the table of XLA's kernel choices for a kind of card, and return its path.
 
     Most files are equal except for their own name, which each contains. The table groups them.
 
     Args:
-        kind: of the card.
-        choices: to write.
+        kind: name of the card.
+        choices: contents of XLA's files by path.
         about: JSON values that describe the measurement.
 
     Raises:
@@ -149,16 +166,14 @@ def write_choices(kind: str, choices: Choices, about: Mapping[str, Any]) -> Path
 
 
 def lay_down(kind: str, cache: Path) -> int:
-    """Copy the shipped choices for a kind of card into XLA's folder, without replacing a file.
+    """Write the shipped kernel choices for a kind of card as files of XLA, and return their number.
 
-    If they cannot be written, a warning is logged and XLA measures anew.
+    Present files are not replaced. If the files cannot be written, a warning is logged, and XLA
+    measures anew.
 
     Args:
-        kind: of the card.
+        kind: name of the card.
         cache: JAX's cache folder, which is private to the user.
-
-    Returns:
-        The number of files written.
     """
     written = 0
     try:

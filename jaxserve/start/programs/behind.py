@@ -34,15 +34,15 @@ COMPILE_SECONDS = 5.0
 class ProgramsBehind:
     """Background thread that adds the programs that an engine was started without.
 
-    It has the programs without a file compiled by a process, one after the other. The next
-    program is the one that would have saved the most time recently. A program is loaded when a
-    launch would have used it, because an unused one would only take memory. After a failure the
-    engine serves with the programs that it has.
+    Programs without a file are compiled by another process, one after the other. The next program
+    is the one that would have saved the most time recently. A program is loaded when a launch would
+    have used it, because an unused one would only take memory. After a failure the engine serves
+    with the programs that it has.
 
     Args:
         runner: receives the programs.
         stored: supplies the programs that have a file.
-        compiler: of the same plan.
+        compiler: compiler of the same plan, for batches of padding.
         buckets: padded sizes: all candidates, or the sizes of `chosen`.
         samplers: keys of the missing samplers.
         chosen: the sizes that the settings name or an earlier start chose, or None to measure.
@@ -94,15 +94,15 @@ class ProgramsBehind:
 
     @property
     def num_missing(self) -> int:
-        """Number of programs that will still be compiled."""
+        """Number of programs that are still to be compiled, 0 after a failure."""
         return 0 if self.error is not None else len(self._missing)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all programs are compiled, and return False after a timeout."""
+        """Wait until all programs are compiled. Return False if `timeout` seconds pass before."""
         return self._is_complete.wait(timeout)
 
     def close(self) -> None:
-        """Stop, and drop the compilation in progress. Idempotent."""
+        """Stop the thread, and drop the compilation in progress. Idempotent."""
         with self._door:
             self._closing.set()
             if self._process is not None:
@@ -131,7 +131,10 @@ class ProgramsBehind:
             self._runner.counts_demand = False
 
     def _complete(self) -> None:
-        """Request the compilation of all programs without a file that are worth it."""
+        """Compile all programs without a file that are worth it, and load programs in use.
+
+        An error ends the compilation and is stored in `error`.
+        """
         timeline = self._stored.store.timeline
         try:
             if self._missing:
@@ -167,10 +170,10 @@ class ProgramsBehind:
         )
 
     def _measure(self) -> None:
-        """Compile samplers and some sizes, time these sizes, and choose the sizes worth having.
+        """Choose the padded sizes that are worth their compilation, by measurements.
 
-        The times and the mean seconds of a compilation decide. Sizes that are not chosen are
-        removed from the programs that remain to be compiled or loaded, and `_on_chosen` gets the
+        Samplers and the sizes of `anchors` are compiled, and these sizes are timed. Sizes that are
+        not chosen are removed from the programs to compile or load, and `_on_chosen` gets the
         chosen ones. If the thread closes, no size is chosen. A measured program is added to the
         runner only if a launch would use it.
         """
@@ -198,11 +201,11 @@ class ProgramsBehind:
         self._on_chosen(chosen)
 
     def _next(self, programs: list[Program]) -> Program:
-        """Return the key of the program that would have saved the most time recently.
+        """Return the key in `programs` of the program that would have saved the most time recently.
 
         If several are equal, as in an idle engine, the first one is returned. The largest decode
-        comes before all programs except a decode of the size in use, because without a decode
-        every launch has one step, and several steps of the largest take too long for few rows.
+        comes before all programs except a decode of the size in use, because without a decode every
+        launch has one step, and several steps of the largest take too long for few rows.
         """
         self._take_demand()
         demand, self._demand = self._demand, {}

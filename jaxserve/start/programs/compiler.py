@@ -65,14 +65,14 @@ if TYPE_CHECKING:
 
 
 def product_precision(setting: str, dtype: Any) -> AbstractContextManager[None]:
-    """Return a context in which a model's matrix products are traced with their precision.
+    """Return a context in which the matrix products of a model are traced with a precision.
 
     "highest" gives float32 on a GPU its full precision. Any other setting keeps JAX's default
     there, TF32. A CPU and narrower dtypes have no choice.
 
     Args:
         setting: `EngineConfig.float32_matmul_precision`.
-        dtype: of the model's activations.
+        dtype: dtype of the model's activations.
     """
     if setting == "highest" and dtype == np.float32 and target_device().platform == "gpu":
         return jax.default_matmul_precision("highest")
@@ -80,14 +80,14 @@ def product_precision(setting: str, dtype: Any) -> AbstractContextManager[None]:
 
 
 class Compiler:
-    """Lowering of a plan's programs, from the shapes of the model alone.
+    """Lowers the programs of a plan to XLA's input, from the shapes of the model alone.
 
     Args:
-        plan: of the start.
+        plan: plan of the start.
         card: absent card, or several, to compile for instead of JAX's devices.
 
     Attributes:
-        plan: as above.
+        plan: the plan.
         leaves: shapes of the model's arrays, in the order in which programs take them.
     """
 
@@ -107,33 +107,33 @@ class Compiler:
         )
 
     def null_batch(self, bucket: Bucket) -> Int32[np.ndarray, " N"]:
-        """Return a batch of padding, which writes only to the null page and the null slot."""
+        """Return a packed batch (see `pack`) without rows. It changes no page and slot in use."""
         none = np.zeros(0, np.int32)
         plan = LaunchPlan(none, none, none, none.astype(bool), none.astype(np.int64))
         return pack(plan, self._null_slots, bucket)
 
     def null_load(self) -> SlotLoad[np.ndarray]:
-        """Return the settings of a request without any settings, for the null slot."""
+        """Return an argument of `load_slot` that writes neutral values to the null slot."""
         return null_load(self._null_slots, self.plan.model_config.vocab_size)
 
     def null_rows(self) -> tuple[Int32[np.ndarray, " 8"], Int32[np.ndarray, "8 M"]]:
-        """Return slots and rows that leave the page table as it is."""
+        """Return slots and rows for `set_rows` that do not change the page table."""
         return null_rows(self._null_slots)
 
     def make_state(self) -> DeviceState:
-        """Make an empty device state, inside or outside of a trace."""
+        """Create the device state of the plan: zeros in KV cache, tables and sampler state."""
         plan = self.plan
         return make_state(plan.model_config, plan.memory, self._null_slots.max_pages)
 
     def state_shapes(self) -> DeviceState:
-        """Return the shapes of the device state."""
+        """Return the device state as ShapeDtypeStructs, sharded if there are several devices."""
         shapes = jax.eval_shape(self.make_state)
         if self._mesh is None:
             return shapes
         return placed_shapes(self._mesh, shapes, state_specs(self.plan.memory))
 
     def lower(self, key: Key) -> Lowered:
-        """Trace and lower a program, for the card if there is one."""
+        """Trace the program of a key and lower it to XLA's input, for the card if there is one."""
         with nullcontext() if self._card is None else self._card.tracing():
             if isinstance(key, Bucket):
                 return self._lower_step(key)
@@ -160,10 +160,10 @@ class Compiler:
         """Lower a function for the mesh, the card or JAX's device.
 
         Args:
-            function: of arrays.
+            function: a function of arrays.
             arguments: arrays, or their shapes.
-            donate: numbers of the arguments that the program takes over.
-            results: how the results are sharded on a mesh.
+            donate: numbers of the donated arguments.
+            results: partition specs of the results on a mesh.
         """
         if self._mesh is not None:
             function = mapped(self._mesh, function, arguments, results)
@@ -187,7 +187,7 @@ class Compiler:
         Callable[..., tuple[DeviceState, StepOutput]],
         tuple[list[Any], DeviceState, Int32[np.ndarray, " N"]],
     ]:
-        """Return the function of a bucket's launches, and shapes of arguments to trace it with.
+        """Return the function of a bucket's launches, and the shapes of its arguments for tracing.
 
         The program donates the second argument, the device state.
         """
@@ -227,7 +227,7 @@ class Compiler:
         return self._lower(run, *arguments, donate=(0, 1))
 
     def _lower_score(self) -> Lowered:
-        """Lower the log-probabilities of the prompts in the largest launch."""
+        """Lower the program that computes log-probabilities of prompts after the largest launch."""
         bucket = self.plan.buckets.largest
 
         def run(
@@ -254,7 +254,7 @@ class Compiler:
             return self._lower(run, self.leaves, output, self.null_batch(bucket))
 
     def _lower_project(self) -> Lowered:
-        """Lower the logits at a few positions of the largest launch."""
+        """Lower the program that computes logits at a few positions of the largest launch."""
         bucket = self.plan.buckets.largest
         options: Any = {"implementation": self._implementation}
         options["count"] = min(BLOCK, bucket.num_tokens)

@@ -52,18 +52,18 @@ _INTERVAL_S = 0.1
 
 
 class CompilationFailed(Exception):
-    """Failure of the background process to compile a program, with the reason."""
+    """Raised if the background process cannot start, ends, or fails to compile a program."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """The first message to the child.
+    """The first message to the process that compiles.
 
     Attributes:
-        plan: of the programs. The store's keys depend on the plan alone.
-        directory: of the store.
-        fingerprint: of the parent, which the child's must equal.
-        settings: of JAX, which the parent may have changed.
+        plan: plan of the programs. The store's keys depend on the plan alone.
+        directory: folder of the store.
+        fingerprint: fingerprint of the engine, which the process's must equal.
+        settings: settings of JAX that the engine may have changed.
     """
 
     plan: StartPlan
@@ -73,14 +73,14 @@ class _Task:
 
 
 class CompilingProcess:
-    """Supplier that compiles in a process of lowest priority and writes to the store.
+    """Supplier that compiles programs in a process of lowest priority, into the store.
 
     A thread would hold Python's lock while it traces, and the cores while it compiles. The process
     ends when its parent ends for any reason.
 
     Args:
-        plan: of the start, and all that the process knows of the engine.
-        store: of the engine, which receives the programs.
+        plan: plan of the start.
+        store: store of the engine, which receives the programs.
 
     Raises:
         CompilationFailed: the process cannot be started.
@@ -106,7 +106,7 @@ class CompilingProcess:
         self._is_ready = False
 
     def supply(self, key: Key) -> Compiled | None:
-        """Compile a program in the process, then load it from the store.
+        """Compile a program in the process, load it from the store, and return it.
 
         Raises:
             CompilationFailed: see `compile`.
@@ -118,7 +118,7 @@ class CompilingProcess:
         """Wait until the process is ready to compile.
 
         Args:
-            meanwhile: called repeatedly during the wait.
+            meanwhile: called about every 0.1 s during the wait.
 
         Raises:
             CompilationFailed: the process ended, or its fingerprint differs from the engine's.
@@ -128,11 +128,11 @@ class CompilingProcess:
         self._is_ready = True
 
     def compile(self, key: Key, meanwhile: Callable[[], None]) -> float:
-        """Compile a program into the store without loading it, and return the seconds it took.
+        """Compile a program into the store without loading it, and return the duration in seconds.
 
         Args:
-            key: of the program.
-            meanwhile: called repeatedly during the wait.
+            key: key of the program.
+            meanwhile: called about every 0.1 s during the wait.
 
         Raises:
             CompilationFailed: the compilation failed, or another thread called `close`.
@@ -165,7 +165,7 @@ class CompilingProcess:
             raise CompilationFailed(f"the process that compiles has ended: {error}") from error
 
     def close(self) -> None:
-        """Kill the process. Idempotent."""
+        """Kill the process that compiles. Idempotent."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -181,7 +181,11 @@ def _is_readable(pipe: IO[bytes]) -> bool:
 
 
 def serve() -> None:
-    """Compile the programs whose keys arrive on standard input, until it ends."""
+    """Compile the programs whose keys arrive on standard input, until it ends.
+
+    This is the main function of the process of a `CompilingProcess`. Standard output gets for each
+    program the seconds and the error.
+    """
     _yield_to_others()
     with os.fdopen(os.dup(1), "wb") as answers, open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # a library's output must not reach the parent
@@ -216,7 +220,10 @@ def _answer(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 class _FrugalStore(ProgramStore):
-    """A store that frees the memory of tracing at once, because the engine needs it."""
+    """A ProgramStore that frees the memory of tracing after it traces a program.
+
+    The process of the engine needs the memory.
+    """
 
     def _trace(self, lower: Callable[[], Lowered], name: str) -> Lowered:
         lowered = super()._trace(lower, name)

@@ -30,13 +30,13 @@ from pallas_kernels.devices import GIB, KIB, Capability, Card, find_card
 
 @dataclasses.dataclass(frozen=True)
 class Class:
-    """Class of cards: numbers for XLA's cost model, and a name that Pallas knows.
+    """Properties of the cards of one compute capability, for XLA's cost model and for Pallas.
 
     Attributes:
         pallas_name: a card of this capability in the table of Pallas's Triton backend.
         threads: most threads of a multiprocessor.
         cache: MiB of the second-level cache, of the largest card.
-        clock: GHz.
+        clock: clock rate in GHz.
     """
 
     pallas_name: str
@@ -103,10 +103,10 @@ RESERVED = GIB
 
 @dataclasses.dataclass(frozen=True)
 class DescribedCard:
-    """A card to compile for, or several in one host.
+    """A card that need not be in this machine, or several of them in one host, to compile for.
 
     Attributes:
-        card: of the table.
+        card: the card, from the table of cards.
         count: number of cards.
     """
 
@@ -115,10 +115,10 @@ class DescribedCard:
 
     @classmethod
     def of(cls, name: str, count: int = 1) -> DescribedCard:
-        """Describe `count` cards by a name that `find_card` takes.
+        """Return the description of `count` cards with a name that `find_card` accepts.
 
         Raises:
-            ValueError: the table has no such card, or its class is not in `CLASSES`.
+            ValueError: the table has no such card, or its compute capability is not in `CLASSES`.
         """
         card = find_card(name)
         if card.capability not in CLASSES:
@@ -128,23 +128,23 @@ class DescribedCard:
 
     @property
     def pallas_name(self) -> str:
-        """Name of a card of the same capability that Pallas knows."""
+        """Name, known to Pallas, of a card of the same compute capability."""
         return CLASSES[self.card.capability].pallas_name
 
     @property
     def arch(self) -> str:
-        """Name of the architecture for ptxas."""
+        """Name of the card's architecture for ptxas, such as sm_90a."""
         major, minor = self.card.capability
         return f"sm_{major}{minor}{'a' if self.card.capability in ACCELERATED else ''}"
 
     @property
     def links(self) -> int:
-        """NVLinks of each card to the others, or 0 for a single card."""
+        """Number of NVLinks between each card and the others, 0 if there are none."""
         return NVLINKS.get(self.card.name, 0) if self.count > 1 else 0
 
     @property
     def description(self) -> str:
-        """The card as a GpuTargetConfigProto in text."""
+        """Description of the card for XLA's compiler: a GpuTargetConfigProto in text format."""
         card, (major, minor) = self.card, self.card.capability
         shared, group = card.limits.shared_memory, CLASSES[card.capability]
         return DESCRIPTION.format(
@@ -167,15 +167,15 @@ class DescribedCard:
 
     @property
     def memory(self) -> DeviceMemory:
-        """The memory of one card that an engine may take."""
+        """Memory of one card that an engine may take, without a reserve for the driver."""
         memory = named_device(self.card.name)
         return dataclasses.replace(memory, free=memory.free - RESERVED)
 
     def start_compiler(self, root: Path) -> None:
-        """Start XLA's compiler for the card, without opening a card of this machine.
+        """Start XLA's compiler for the card. JAX itself is set to the CPU, and opens no card.
 
         Args:
-            root: of the files by which a driver is found.
+            root: root of the file system with the files that show whether a driver is installed.
 
         Raises:
             DeviceError: JAX's plugin for CUDA is not installed, or does not start.
@@ -192,7 +192,9 @@ class DescribedCard:
 
     @functools.cached_property
     def device(self) -> Any:
-        """A JAX device to compile for, on which no array can be placed.
+        """The first described card as a JAX device, for which programs are compiled.
+
+        No array can be placed on this device.
 
         Raises:
             RuntimeError: JAX's plugin for CUDA is not installed, or does not start.
@@ -208,23 +210,23 @@ class DescribedCard:
 
     @functools.cached_property
     def cards(self) -> Mesh | None:
-        """Mesh of all cards, or None for a single card.
+        """Mesh of all described cards, or None for a single card.
 
         Raises:
-            RuntimeError: see `device`.
+            RuntimeError: JAX's plugin for CUDA is not installed, or does not start.
         """
         return None if self.count == 1 else mesh_of(self._devices)
 
     @property
     def mesh(self) -> Any:
-        """Abstract mesh that names the card for which programs are traced."""
+        """JAX abstract mesh that describes the card, within which programs are traced for it."""
         described = jax.sharding.AbstractDevice(
             device_kind=self.pallas_name, num_cores=self.card.num_sms, platform="gpu"
         )
         return jax.sharding.AbstractMesh((), (), abstract_device=described)
 
     def tracing(self) -> AbstractContextManager[Any]:
-        """Return a context in which the current thread traces programs for the card."""
+        """Return a context in which the current thread traces programs for the described card."""
         return jax.sharding.use_abstract_mesh(self.mesh)
 
     def lower(
@@ -234,12 +236,12 @@ class DescribedCard:
         donate: int | tuple[int, ...] = (),
         keep_unused: bool = False,
     ) -> Lowered:
-        """Lower a function to XLA's input for the card.
+        """Lower a function of arrays to XLA's input for the card.
 
         Args:
-            function: of arrays.
+            function: the function, which is jitted.
             arguments: arrays, or their shapes.
-            donate: numbers of the arguments that the program takes over.
+            donate: numbers of the donated arguments.
             keep_unused: whether the program also takes arguments that it does not read.
         """
         placed = jax.sharding.SingleDeviceSharding(self.device)
@@ -253,9 +255,9 @@ class DescribedCard:
         return self.lower_placed(jax.jit(function, **options), jax.tree.map(place, arguments))
 
     def lower_placed(self, function: Any, arguments: tuple[Any, ...]) -> Lowered:
-        """Trace a jitted function within `self.tracing()`, and lower it for CUDA.
+        """Trace a jitted function within `tracing()`, and lower it to XLA's input for CUDA.
 
-        Its arguments or results must name their devices.
+        Its arguments or results must have shardings.
         """
         with self.tracing():
             return function.trace(*arguments).lower(lowering_platforms=("cuda",))

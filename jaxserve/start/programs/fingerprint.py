@@ -57,13 +57,13 @@ def open_store(
     card: DescribedCard | None = None,
     store_class: type[ProgramStore] | None = None,
 ) -> ProgramStore:
-    """Open the store of a plan's programs.
+    """Return the store of a plan's programs.
 
     Args:
-        directory: of the programs of all plans, or None to keep no files.
-        plan: of the start.
-        card: to compile for, if it is not JAX's device.
-        store_class: of the store, or None for `ProgramStore`.
+        directory: folder of the programs of all plans, or None to keep no files.
+        plan: plan of the start.
+        card: card to compile for, if it is not JAX's device.
+        store_class: class of the store, or None for `ProgramStore`.
 
     Raises:
         InvalidRequest: see `sum_options`.
@@ -97,10 +97,13 @@ def _division(leaf: Any) -> str:
 
 
 def fingerprint(card: DescribedCard | None = None) -> dict[str, Any]:
-    """Return the versions, the machine and the digest of the source that programs depend on.
+    """Return by name the facts on which compiled programs depend beside the plan.
+
+    They are versions of packages, the device and processor, settings of the compiler, and a digest
+    of the source files.
 
     Args:
-        card: an absent card. The other values of its machine are None, which means unknown.
+        card: an absent card. Facts about its machine are then None, which means unknown.
     """
     device = devices()[0]
     is_cpu = card is None and device.platform == "cpu"
@@ -122,10 +125,13 @@ def fingerprint(card: DescribedCard | None = None) -> dict[str, Any]:
 
 
 def host_facts(plan: StartPlan, declared: ModelConfig) -> dict[str, str]:
-    """Return the values beside the settings that must be equal on all hosts of an engine.
+    """Return by name the facts, beside the settings, that must be equal on all hosts of an engine.
+
+    They are the dtype, the versions of JAX and of the source, and a digest of the model's
+    configuration.
 
     Args:
-        plan: of this host's start.
+        plan: plan of this host's start.
         declared: the model's configuration as its files declare it.
     """
     versions = fingerprint()

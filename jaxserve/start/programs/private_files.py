@@ -25,11 +25,11 @@ class PrivateFiles:
     """Reader and writer of files whose content is executed.
 
     A file must belong to the user, must not be a symbolic link, and must match the SHA-256 digest
-    in its header. A file that fails a check is not used. Failures are logged as warnings, each
-    text once, because one cause often concerns every file.
+    in its header. A file that fails a check is not used. Failures are logged as warnings, each text
+    once, because one cause often concerns every file.
 
     Args:
-        log: receives the warnings.
+        log: logger that receives the warnings.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -38,10 +38,10 @@ class PrivateFiles:
         self._warned: set[str] = set()
 
     def read(self, path: Path) -> bytes | None:
-        """Return a file's content without its header.
+        """Return the content of a private file, without its header, if it passes all checks.
 
-        Returns:
-            None if the file does not exist, or, after a warning, if it fails a check.
+        The result is None if the file does not exist. If it fails a check, a warning is logged and
+        the result is None too.
         """
         try:
             content = _read_own(path)
@@ -61,7 +61,13 @@ class PrivateFiles:
         return body
 
     def write(self, path: Path, header: Mapping[str, Any], content: bytes) -> None:
-        """Replace a file atomically, or log a warning if the disk is full or read-only."""
+        """Replace a file atomically by a header and the content. Log a warning if that fails.
+
+        Args:
+            path: path of the file.
+            header: JSON values for the header, to which digest and size are added.
+            content: bytes of the content.
+        """
         line = json.dumps({**header, "sha256": digest(content), "bytes": len(content)}).encode()
         try:
             replace_file(path, _MAGIC + line + b"\n" + content)
@@ -69,7 +75,7 @@ class PrivateFiles:
             self.warn("a compiled program is not kept: %s", error)
 
     def warn(self, text: str, *values: Any) -> None:
-        """Log a warning, unless the same text was logged before. Thread-safe."""
+        """Log `text % values` as a warning, unless the same text was logged before. Thread-safe."""
         message = text % values
         with self._lock:
             if message in self._warned:
@@ -79,11 +85,11 @@ class PrivateFiles:
 
 
 class KernelFiles:
-    """Machine code of CPU kernels by name, so that LLVM compiles a kernel once per machine.
+    """Stored machine code of CPU kernels by name, so that LLVM compiles a kernel once per machine.
 
-    A program's own file contains the code of its kernels. These files serve programs that must be
-    compiled: programs of other settings, and programs that a background process compiles for an
-    engine which has compiled most of the same kernels.
+    The file of a program contains the code of its kernels too. Files of kernels serve programs that
+    must be compiled: programs of other settings, and programs that a background process compiles
+    for an engine which has compiled most of the same kernels.
 
     Args:
         files: reads and writes the files.
@@ -96,7 +102,7 @@ class KernelFiles:
         self._machine = digest(json.dumps(machine, sort_keys=True).encode())
 
     def get(self, name: str) -> bytes | None:
-        """Return the machine code of a kernel, or None. Delete a file that fails a check."""
+        """Return the stored machine code of a kernel, or None. Delete a file that fails a check."""
         path = self._path(name)
         code = self._files.read(path)
         if code is None:
@@ -105,7 +111,7 @@ class KernelFiles:
         return code
 
     def keep(self, name: str, code: bytes) -> None:
-        """Write the machine code of a kernel, unless its file exists."""
+        """Write the machine code of a kernel to its file, unless the file exists."""
         path = self._path(name)
         with suppress(OSError):  # writing logs the cause
             if path.exists():
@@ -117,12 +123,12 @@ class KernelFiles:
 
 
 def digest(content: bytes) -> str:
-    """Return SHA-256 in hexadecimal digits."""
+    """Return the SHA-256 digest of bytes in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
 
 def file_name(name: str) -> str:
-    """Return a readable and unique file name for a program or a kernel."""
+    """Return a readable file name for the name of a program or kernel, unique by a hash."""
     return f"{re.sub(r'[^a-z0-9]+', '-', name.lower())[:60]}-{digest(name.encode())[:8]}"
 
 
@@ -168,10 +174,10 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def prune(folders: Iterable[Path], most_bytes: int, small_folder: Path) -> None:
-    """Delete old files of `folders` until they take at most `most_bytes`, oldest use first.
+    """Delete files in `folders`, oldest use first, until all take at most `most_bytes`.
 
-    Also delete the partial files of killed processes, there and in `small_folder`. Other processes
-    may prune at the same time.
+    The age of a file is its time of modification. Partial files of killed processes are deleted
+    too, there and in `small_folder`. Other processes may prune at the same time.
     """
     large = [path for folder in folders for path in _files_in(folder)]
     for path in [*large, *_files_in(small_folder)]:

@@ -18,15 +18,16 @@ _ENOUGH = 0.9
 def settled(
     plan: StartPlan, store: ProgramStore, card: DescribedCard | None = None
 ) -> tuple[StartPlan, Compiled | None]:
-    """Return the plan with the cache that fits, and the largest launch if it was compiled.
+    """Return the plan with the KV cache that fits, and the program of the largest launch or None.
 
-    On a GPU the cache depends on the largest launch, and that program is compiled for a number of
-    pages. It is compiled for the pages that its estimate leaves room for, and these pages stay
-    unless it takes more than the estimate.
+    On a GPU the size of the cache depends on the memory of the largest launch, and that program is
+    compiled for a number of pages. It is compiled for the pages that its estimate leaves room for.
+    If it takes more than the estimate, the plan gets fewer pages, and the program is None. It is
+    also None on a CPU, or if the settings name the size of the cache.
 
     Args:
-        plan: of the start.
-        store: of its programs.
+        plan: plan of the start.
+        store: store of its programs.
         card: absent card to compile for, or None for JAX's device.
 
     Raises:
@@ -53,13 +54,17 @@ def settled(
 
 
 def has_named_cache(plan: StartPlan) -> bool:
-    """Return whether the settings name the size of the cache."""
+    """Return whether the settings of a plan name the size of the KV cache."""
     config = plan.config
     return config.num_gpu_blocks_override is not None or bool(config.kv_cache_memory_bytes)
 
 
 def estimated(plan: StartPlan, store: ProgramStore) -> StartPlan:
-    """Return the plan with the pages that an estimate of the largest launch leaves room for."""
+    """Return the plan with the pages that fit beside the estimated memory of the largest launch.
+
+    The pages that programs for an absent card were compiled for are taken if they are at most a
+    tenth fewer.
+    """
     return _as_noted(plan.settle(plan.estimate), store)
 
 
@@ -73,7 +78,7 @@ def _as_noted(plan: StartPlan, store: ProgramStore) -> StartPlan:
 
 
 def temporary_bytes_of(program: Compiled) -> int:
-    """Return the bytes that a launch of a program takes beside its arguments and results."""
+    """Return the bytes that a launch of a compiled program takes beside arguments and results."""
     analysis = program.memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes

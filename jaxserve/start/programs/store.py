@@ -40,7 +40,7 @@ _MOST_BYTES = 8 << 30
 
 
 class ProgramStore:
-    """Programs by name, loaded from files where an earlier start wrote them.
+    """Compiled programs by name, loaded from files where an earlier start wrote them.
 
     There are two levels. `starts/SUBJECT/NAME` names the object that was compiled for a program of
     one configuration, together with a fingerprint. A start with the same fingerprint loads the
@@ -55,25 +55,23 @@ class ProgramStore:
     `kernels/NAME` contains the same code for programs that must be traced (see `KernelFiles`).
 
     A fingerprint value of None is unknown and matches every value: a compiler for an absent card
-    cannot know everything about the card's machine.
-
-    JAX's own cache is not used for these programs. On CPU, a program that it returns cannot be
-    serialized again, because its functions are missing when it runs (jaxlib 0.10.2).
+    cannot know everything about the card's machine. JAX's own cache is not used for these programs.
+    On CPU, a program that it returns cannot be serialized again (jaxlib 0.10.2).
 
     Args:
-        directory: of all files, created if missing, or None to keep no programs.
+        directory: folder of all files, created if missing, or None to keep no programs.
         subject: JSON values that say which programs these are. Their digest names the folder.
-        fingerprint: of the compiler, machine and source. Files with another one are refused.
+        fingerprint: facts about compiler, machine and source. Files with other facts are refused.
         is_loadable: whether compiled programs can be loaded by this process.
         devices: number of JAX's devices that a program runs on, counted from the first.
-        options: of XLA's compiler, for every program.
+        options: options of XLA's compiler, for every program.
 
     Attributes:
         directory, subject, fingerprint, is_loadable: as above.
         num_loaded, num_built: programs loaded from files, and programs compiled.
-        folder: in which this configuration's programs are named, or None if no programs are kept.
+        folder: folder of this configuration's programs, or None if no programs are kept.
         timeline: receives a span for each load, trace and compilation. Set it before the first one.
-        seconds: of loading, tracing and compiling, summed over threads.
+        seconds: seconds of loading, tracing and compiling, summed over threads.
     """
 
     def __init__(
@@ -118,7 +116,7 @@ class ProgramStore:
         return f"{self.num_built} programs compiled, {self.num_loaded} read; kept in {folder}"
 
     def _name_subject(self) -> None:
-        """Write the subject into a new folder. Warn if another folder is for another device."""
+        """Write the subject into a new folder. Warn if another folder is of another device."""
         assert self.folder is not None
         if (self.folder / "what").exists():
             return
@@ -138,10 +136,10 @@ class ProgramStore:
         self._files.write(self.folder / "what", {"name": "what"}, content)
 
     def get(self, name: str, lower: Callable[[], Lowered]) -> Compiled:
-        """Load or compile the program `name`. Thread-safe.
+        """Return the compiled program of a name, from its file or compiled now. Thread-safe.
 
         Args:
-            name: of the program in this configuration.
+            name: name of the program in this configuration.
             lower: traces the program. It is called if no usable file names an object.
         """
         if self.folder is None:
@@ -165,21 +163,24 @@ class ProgramStore:
         return program
 
     def has(self, name: str) -> bool:
-        """Return whether a file exists from which `find` would load the program."""
+        """Return whether a file exists from which `find` would load the program of a name."""
         if self.folder is None:
             return False
         named = self._named_object(self.folder / file_name(name))
         return named is not None and (self._objects / named).exists()
 
     def find(self, name: str) -> Compiled | None:
-        """Load a program from its file without tracing, or return None. Thread-safe."""
+        """Load the program of a name from its file, or return None without one. Thread-safe."""
         if self.folder is None:
             return None
         named = self._named_object(self.folder / file_name(name))
         return None if named is None else self._load(self._objects / named, name)
 
     def notes(self, name: str = "notes") -> dict[str, Any] | None:
-        """Return the JSON values that `note` wrote, or None without a file of this fingerprint."""
+        """Return the JSON values that `note` wrote under a name, or None if there are none.
+
+        Values that were written with another fingerprint count as none.
+        """
         if self.folder is None:
             return None
         text = self._files.read(self.folder / name)
@@ -187,13 +188,13 @@ class ProgramStore:
         return None if values is None or self._differs(values["where"]) else values["notes"]
 
     def note(self, notes: Mapping[str, Any], name: str = "notes") -> None:
-        """Write JSON values for later starts into a file of this name."""
+        """Write JSON values into a file of this name, which later starts read with `notes`."""
         if self.folder is not None:
             content = json.dumps({"where": self.fingerprint, "notes": notes}).encode()
             self._files.write(self.folder / name, {"name": name}, content)
 
     def prune(self) -> None:
-        """Delete partial files of killed processes, and old files if all take more than 8 GiB."""
+        """Delete partial files of killed processes, and the oldest files while all exceed 8 GiB."""
         if self.folder is not None:
             prune([self._objects, self._codes], _MOST_BYTES, self.folder)
 
@@ -219,7 +220,7 @@ class ProgramStore:
             self.seconds[stage] += time.perf_counter() - started
 
     def _named_object(self, entry: Path) -> str | None:
-        """Return the key of the object that an entry names, if their fingerprints agree."""
+        """Return the key of the object that a file in `starts` names, None if it is unusable."""
         content = self._files.read(entry)
         if content is None:
             return None

@@ -17,7 +17,7 @@ from jaxserve.start.programs.store import ProgramStore
 
 
 class ProgramSupplier(Protocol):
-    """Source of the compiled programs of a plan.
+    """Type of the suppliers of a plan's compiled programs.
 
     A supplier is made from a plan and a store only, so that it may work in another process or
     without the device. `Compiling` compiles in this process, `Stored` reads files, and
@@ -25,7 +25,7 @@ class ProgramSupplier(Protocol):
     """
 
     def supply(self, key: Key) -> Compiled | None:
-        """Return the program of a key, or None if this supplier does not have it. Thread-safe."""
+        """Return the compiled program of a key, or None if the supplier lacks it. Thread-safe."""
         ...
 
     def close(self) -> None:
@@ -34,38 +34,38 @@ class ProgramSupplier(Protocol):
 
 
 class Stored:
-    """Supplier of the programs in the store's files, which traces and compiles no program.
+    """Supplier of the programs that have a file in the store. It compiles no program.
 
     Args:
-        plan: of the start.
-        store: of the programs.
+        plan: plan of the start.
+        store: store of its programs.
     """
 
     def __init__(self, plan: StartPlan, store: ProgramStore) -> None:
         self.plan, self.store = plan, store
 
     def supply(self, key: Key) -> Compiled | None:
-        """Load a program from its file, or return None. Thread-safe."""
+        """Load the program of a key from its file, or return None without a file. Thread-safe."""
         return self.store.find(self.plan.program_name(key))
 
     def has(self, key: Key) -> bool:
-        """Return whether a program has a file."""
+        """Return whether the program of a key has a file in the store."""
         return self.store.has(self.plan.program_name(key))
 
     def close(self) -> None:
-        """Return at once, because files are closed after each read."""
+        """Do nothing: this supplier has no threads, processes or open files."""
 
 
 class Compiling:
-    """Supplier that loads or compiles programs in this process.
+    """Supplier that loads programs from the store's files, or compiles them in this process.
 
     Args:
-        plan: of the start.
-        store: of the programs.
+        plan: plan of the start.
+        store: store of its programs.
         card: absent card to compile for, or None for JAX's device.
 
     Attributes:
-        compiler: of the plan.
+        compiler: compiler of the plan's programs.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class Compiling:
         self._store = store
 
     def supply(self, key: Key) -> Compiled:
-        """Load or compile a program, and write a compiled one to the store. Thread-safe."""
+        """Load the program of a key from its file, or compile it into the store. Thread-safe."""
         name = self.compiler.plan.program_name(key)
         return self._store.get(name, partial(self.compiler.lower, key))
 
     def close(self) -> None:
-        """Return at once, because compilations end with the threads that run them."""
+        """Do nothing: compilations end with the threads that run them."""
 
 
 class CompilingThreads:
-    """Supplier that has another one supply programs in threads, before they are needed.
+    """Supplier that runs another supplier in threads, before its programs are needed.
 
     Args:
-        supplier: of the programs.
+        supplier: supplier of the programs.
         count: number of threads.
     """
 
@@ -97,18 +97,21 @@ class CompilingThreads:
         self._pool = ThreadPoolExecutor(count, "jaxserve-compile")
 
     def put(self, key: Key, program: Compiled) -> None:
-        """Add a program that is compiled already."""
+        """Add the compiled program of a key, which `supply` then returns."""
         self._futures[key] = future = Future[Compiled | None]()
         future.set_result(program)
 
     def submit(self, keys: Iterable[Key]) -> None:
-        """Let the threads supply programs, after the ones that were submitted earlier."""
+        """Queue the programs of keys for the threads, without keys that were submitted before."""
         for key in keys:
             if key not in self._futures:
                 self._futures[key] = self._pool.submit(self._supplier.supply, key)
 
     def supply(self, key: Key) -> Compiled:
-        """Wait for a program, which is submitted first if necessary."""
+        """Return the compiled program of a key, after a wait for the thread that supplies it.
+
+        The key is submitted if it has not been submitted before.
+        """
         self.submit([key])
         program = self._futures[key].result()
         assert program is not None
@@ -118,6 +121,6 @@ class CompilingThreads:
         """Drop the programs that wait for a thread. Idempotent.
 
         Args:
-            wait: for the programs that threads compile now.
+            wait: whether to wait for the programs that threads compile now.
         """
         self._pool.shutdown(wait, cancel_futures=True)

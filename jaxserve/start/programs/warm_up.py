@@ -48,20 +48,20 @@ _COMPILE_THREADS = 4
 
 
 class WarmUp:
-    """Preparation of a runner, which compiles before requests come.
+    """Compiles the programs of an engine before requests come, and makes its runner.
 
     Args:
-        plan: of the start.
-        directory: of compiled programs, or None to keep no files.
-        report: of the start, which receives the facts about its programs.
-        group: of hosts that the engine runs on, or None for this host alone.
+        plan: plan of the start.
+        directory: folder of compiled programs, or None to keep no files.
+        report: report of the start, which receives the facts about its programs.
+        group: hosts that the engine runs on, or None for this host alone.
 
     Attributes:
-        plan: with the cache that the compiled largest launch leaves room for. `run` adds the memory
-            of the launches.
+        plan: the plan with the KV cache that the compiled largest launch leaves room for. `run`
+            adds the memory of the launches.
         buckets: padded sizes to compile.
-        store: of the programs.
-        supplier: of the programs.
+        store: store of the programs.
+        supplier: supplier of the programs.
 
     Raises:
         InvalidRequest: there is no memory for two pages of KV cache.
@@ -111,7 +111,7 @@ class WarmUp:
         )
 
     def begin(self) -> None:
-        """Start to compile the programs of the first answer, without weights. Idempotent."""
+        """Start threads that compile the programs of the first answer. No weights are needed."""
         if self._others:
             return
         if not self._waits_for_all:
@@ -124,15 +124,15 @@ class WarmUp:
         self._threads.submit(self._others)
 
     def close(self, wait: bool = True) -> None:
-        """End the compilations of `begin`. See `CompilingThreads.close`."""
+        """End the compilations of programs that `begin` started. `wait`: for running ones."""
         self._threads.close(wait)
 
     def run(self, leaves: list[jax.Array], on_progress: OnProgress | None = None) -> Runner:
-        """Compile, make the cache, and run each program once on padding.
+        """Compile the programs, create the KV cache, run each program once, and return a runner.
 
-        The cache comes last, because compiling and loading programs take memory. If sizes are
-        measured, the cache comes with the first measurement. Programs that the engine can serve
-        without are left to `behind`, unless the settings wait for all.
+        Programs run on padding. The cache comes last, because compiling and loading take memory. If
+        sizes are measured, the cache comes with the first measurement. Programs that the engine can
+        serve without are left to `behind`, unless the settings wait for all.
 
         Args:
             leaves: the model's arrays.
@@ -145,7 +145,7 @@ class WarmUp:
         return runner
 
     def replay(self, leaves: list[jax.Array], on_progress: OnProgress | None = None) -> Replay:
-        """Make a follower's counterpart of the runner, from the arguments of `run`."""
+        """Compile the programs like `run`, and return a follower's Replay instead of a Runner."""
         programs = self._programs(leaves, on_progress)
         words = {bucket: self._compiler.null_batch(bucket) for bucket in programs.steps}
         padding = Padding(words, self._compiler.null_load(), self._compiler.null_rows())
@@ -153,7 +153,7 @@ class WarmUp:
         return Replay(leaves, programs, self._first_state(programs), padding)
 
     def behind(self, runner: Runner) -> ProgramsBehind | None:
-        """Start to add the programs that `run` left out, or return None if it compiled all."""
+        """Start a thread that adds the programs that `run` left out. Return None if all exist."""
         if self._waits_for_all:
             return None
         chosen = self.report.bucket_plan
@@ -182,7 +182,7 @@ class WarmUp:
         return programs
 
     def _compile(self, on_progress: OnProgress | None) -> Programs:
-        """Compile the programs of a start, the longest compilation first."""
+        """Compile the programs of a start, the longest compilation first, and return them."""
         make_state = self._make_state = self.supplier.supply(STATE)
         assert make_state is not None
         if self._waits_for_all and not self.plan.names_sizes:
@@ -271,7 +271,7 @@ class WarmUp:
                 self._run_padding(bucket)
 
     def _choose_sizes(self) -> None:
-        """Take the sizes that are worth their compilation on this device."""
+        """Set `buckets` to the padded sizes worth their compilation, by notes or measurements."""
         notes = self._shared(self.store.notes())
         if notes is not None:
             self._take(BucketPlan.from_notes(notes))

@@ -26,9 +26,14 @@ _log = logging.getLogger(__name__)
 
 
 def placement_of(config: EngineConfig, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """Return the expert of each place, by layer, for `Split` (empty without enable_eplb).
+    """Return by layer the expert that each place holds, for `Split`, or () without enable_eplb.
 
-    Places are balanced by the file of the settings, or in the order of the experts without a file.
+    A layer without experts has (). Places are balanced by the file load_path. Without it they are
+    in the order of the experts.
+
+    Args:
+        config: the settings, with eplb_config.
+        model: configuration of the model.
 
     Raises:
         CheckpointError: the file cannot be read, or is for another model.
@@ -56,7 +61,7 @@ def placement_of(config: EngineConfig, model: ModelConfig) -> tuple[tuple[int, .
 
 
 def read_load(path: Path, model: ModelConfig) -> list[list[int]]:
-    """Read the number of rows by layer and expert. A layer without experts has an empty list.
+    """Return the number of rows by layer and expert from a file. A layer without experts has [].
 
     Raises:
         CheckpointError: the file has another format, or other numbers of layers or experts.
@@ -80,9 +85,13 @@ def _size(rows: Any) -> int:
 
 
 def record(config: EngineConfig, runner: Runner) -> None:
-    """Write the row counts of a runner to the file `record_path`, if the settings have one.
+    """Write the rows that each expert computed to the file `record_path`, if the settings name one.
 
     A failure to write is only logged, because the engine is closing.
+
+    Args:
+        config: the settings, with eplb_config.
+        runner: the engine's runner, which has the counts.
     """
     settings = config.eplb
     if settings is None or settings.record_path is None:

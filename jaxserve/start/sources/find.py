@@ -46,7 +46,7 @@ class RandomSource(Source):
 
     Attributes:
         text: the other source.
-        seed: of the weights.
+        seed: seed of the weights.
     """
 
     text: Source
@@ -54,14 +54,14 @@ class RandomSource(Source):
 
     @property
     def stored(self) -> Stored:
-        """`RANDOM`: all parameters are in full, or quantized while they are made."""
+        """The constant `RANDOM`, because random weights have no stored tensors."""
         return RANDOM
 
     def _own_tokenizer(self, size: int, form: str) -> Tokenizer:
         return self.text._own_tokenizer(size, form)
 
     def without_vocabulary(self) -> Source:
-        """Return the source with the other one's vocabulary left out."""
+        """Return a copy of this source without the vocabulary of the source of its tokenizer."""
         return replace(self, text=self.text.without_vocabulary())
 
     def load(
@@ -73,7 +73,7 @@ class RandomSource(Source):
         mesh: Mesh | None = None,
         on_progress: OnProgress | None = None,
     ) -> Decoder:
-        """Make random weights and place them (see `Source.load`)."""
+        """Create the model with random weights on the devices (arguments of `Source.load`)."""
         return random_weights(model_config, dtype, self.seed, form, layout.panels, mesh)
 
 
@@ -86,6 +86,9 @@ def find_source(
         config: names the model.
         on_progress: called with the bytes of a download.
         config_only: whether to fetch the configuration alone.
+
+    Returns:
+        The source of the model, whose weights have not been read.
 
     Raises:
         CheckpointError: the model does not exist or cannot be read.
@@ -144,7 +147,7 @@ def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
 
 
 def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:
-    """Return whether the output projection of a model is its embedding.
+    """Return whether a model's output projection is its embedding (tied weights).
 
     As in Transformers, a stored output projection that differs from the embedding is used, whatever
     config.json says. A wrapper's config.json and its text model's often disagree, or rely on the
@@ -168,7 +171,7 @@ def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:
 def _generation_config(
     config: EngineConfig, folder: Path, of_file: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the fields of generation_config.json that the setting of this name selects.
+    """Return the fields of generation_config.json that the setting generation_config selects.
 
     The model's end-of-sequence ids are always included.
 

@@ -50,12 +50,12 @@ TIMEOUT = 20.0  # seconds for an answer about a model
 
 @dataclass(frozen=True)
 class _HubName:
-    """A parsed name of a model on the hub.
+    """The parsed name of a model on the Hugging Face hub.
 
     Attributes:
-        repo: org/name.
+        repo: name of the repository, org/name.
         file: path of the named GGUF file in the repository, or None.
-        form: named form of a GGUF file, or None.
+        form: named form of a GGUF file, such as Q4_K_M, or None.
         where: name of the repository in error texts.
     """
 
@@ -114,7 +114,7 @@ def fetch(
     text_only: bool = False,
     config_only: bool = False,
 ) -> Path:
-    """Download a checkpoint into the cache, or find it there without a network.
+    """Download a checkpoint from the hub into the cache, or find it there without a network.
 
     If the repository has only GGUF files and the name selects none, `preferred` chooses one.
 
@@ -122,7 +122,8 @@ def fetch(
         name: org/name, org/name:FORM or org/name/FILE.gguf.
         revision: branch, tag or commit, by default "main".
         download_dir: folder of the cache.
-        on_progress: called with the bytes of the files as "download", before and after.
+        on_progress: called before and after the download with "download", the bytes done, and all
+            bytes.
         text_only: whether to fetch only the tokenizer.
         config_only: whether to fetch only the configuration.
 
@@ -177,7 +178,13 @@ def _listing(repo: str, revision: str | None, access: HubAccess) -> dict[str, in
 
 
 def _chosen(sizes: Iterable[str], where: str, text_only: bool, config_only: bool) -> list[str]:
-    """Return the files to download of a repository with safetensors.
+    """Return the names of the files to download from a repository with safetensors.
+
+    Args:
+        sizes: all files of the repository.
+        where: name of the repository in error texts.
+        text_only: whether only the tokenizer is needed.
+        config_only: whether only the configuration is needed.
 
     Raises:
         CheckpointError: weights are needed and the repository has no safetensors.
@@ -202,7 +209,7 @@ def _cached(
     text_only: bool,
     reason: str,
 ) -> Path:
-    """Return the path of the cached copy, as `fetch` does.
+    """Return the path of a model in the cache of the hub library, as `fetch` does.
 
     Args:
         target: the parsed name of the model.

@@ -28,7 +28,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A GGUF model of a repository or folder.
+    """A GGUF model of a repository or folder, stored as one or several files.
 
     Attributes:
         files: paths of its parts in order. Most models have one.
@@ -40,20 +40,22 @@ class GgufModel:
 
     @property
     def stem(self) -> str:
-        """File name without folders, part number and ending."""
+        """Name of the model's file without folders, part number and ending."""
         name = PurePosixPath(self.files[0]).name
         parsed = PART_NAME.fullmatch(name)
         return parsed["stem"] if parsed else name.removesuffix(".gguf")
 
     @property
     def form(self) -> str | None:
-        """Form of the weights in upper or lower case, from the end of `stem`, or None."""
+        """Form of the weights, such as Q4_K_M, from the end of the file name, or None."""
         match = _FORM.search(self.stem)
         return None if match is None else match[1]
 
 
 def gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
     """Return the complete GGUF models of a repository, the shortest names first.
+
+    Image projectors, quantization statistics and draft models are left out.
 
     Args:
         sizes: bytes of each file, by its path.
@@ -79,10 +81,10 @@ def gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
 
 
 def gguf_of_folder(folder: Path) -> Path | None:
-    """Return the GGUF file, or its first part, of the only model of a folder.
+    """Return the path of a folder's only GGUF model, or None if the folder has no GGUF file.
 
-    Returns:
-        The path, or None if the folder has no GGUF file.
+    The path is that of the first part of a divided model. A folder with safetensors counts as a
+    folder without GGUF files.
 
     Raises:
         CheckpointError: there are several models, or the first part of one is missing.
@@ -102,15 +104,15 @@ def gguf_of_folder(folder: Path) -> Path | None:
 
 
 def of_form(models: Iterable[GgufModel], form: str) -> GgufModel | None:
-    """Return the first model whose name contains `form` as a word in any case, or None."""
+    """Return the first model whose file name contains `form` as a word in any case, or None."""
     word = re.compile(rf"(?:^|[-._]){re.escape(form)}(?:[-.]|$)", re.IGNORECASE)
     return next((model for model in models if word.search(model.stem)), None)
 
 
 def preferred(models: Iterable[GgufModel], free: int) -> tuple[GgufModel, str]:
-    """Return the default model of a repository, and the reason as text for the log.
+    """Return the GGUF model that is loaded by default, and the reason as text for the log.
 
-    It is the model in the form `PREFERRED`, as in llama.cpp. Without that form it is the largest
+    The model in the form `PREFERRED` is taken, as in llama.cpp. Without that form it is the largest
     that fits into the free memory, or else the smallest.
 
     Args:

@@ -36,6 +36,13 @@ def local_path(
 
     For a folder without safetensors it is the folder's only GGUF model, if there is one.
 
+    Args:
+        name: folder, GGUF file or name on the hub.
+        config: the settings, with revision and download_dir.
+        on_progress: called with the bytes of a download.
+        text_only: whether only the tokenizer is needed.
+        config_only: whether to download only the configuration.
+
     Raises:
         CheckpointError: the model does not exist, a text file of the folder is unusable, or the
             folder has several GGUF models.
@@ -64,5 +71,5 @@ def copy_text(folder: Path, to: Path) -> None:
 
 
 def imported(name: str) -> Any:
-    """Import and return a module, at first use because it imports large libraries."""
+    """Import the module of a name and return it, at first use since its imports are large."""
     return importlib.import_module(name)

@@ -44,10 +44,10 @@ class Source(ABC):
 
     Attributes:
         path: folder or GGUF file.
-        fields: fields of its config.json, or the fields derived from a GGUF file's metadata, after
+        fields: fields of config.json, or equal fields derived from a GGUF file's metadata, after
             the setting `hf_overrides`.
         model_config: the model's configuration.
-        generation_config: the recommended settings of generation.
+        generation_config: fields of generation_config.json, the recommended settings of generation.
     """
 
     path: Path
@@ -57,38 +57,42 @@ class Source(ABC):
 
     @property
     def fixed_dtype(self) -> str | None:
-        """The dtype of weights that a conversion has placed, or None if reading casts them."""
+        """Dtype of weights that `jaxserve convert` has stored, or None if reading casts weights."""
         return None
 
     @property
     def fixed_quantization(self) -> str | None:
-        """The form that a conversion has quantized the weights to, or None."""
+        """Form that `jaxserve convert` has quantized the weights to, or None."""
         return None
 
     @property
     def stored(self) -> Stored | None:
-        """The tensors that determine the shapes of placed weights, or None without tensors."""
+        """Description of the stored tensors, which gives the shapes of weights, or None."""
         return None
 
     @property
     def num_checkpoint_bytes(self) -> int:
-        """Bytes of a Hugging Face checkpoint, or 0 of another source."""
+        """Bytes of the weight files of a Hugging Face checkpoint, 0 for another source."""
         return 0
 
     def tensors(self) -> Mapping[str, Any]:
-        """Return the shape and dtype of each tensor by name, with attributes of these names."""
+        """Return by name descriptions of the tensors, with attributes `shape` and `dtype`."""
         return {}
 
     def read(self, name: str) -> np.ndarray:
-        """Read one of `tensors`.
+        """Return the values of a tensor in `tensors`.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the tensor cannot be read.
         """
         raise KeyError(name)
 
     def tokenizer(self, config: EngineConfig, on_progress: OnProgress | None = None) -> Tokenizer:
-        """Return the tokenizer that the settings name, or the model's own.
+        """Return the tokenizer that the settings name, or else the model's own.
+
+        Args:
+            config: the settings, with tokenizer and chat_template_content_format.
+            on_progress: called with the bytes of a download.
 
         Raises:
             CheckpointError: the tokenizer is missing, or does not fit the model.
@@ -104,11 +108,11 @@ class Source(ABC):
         return Tokenizer(self.path, size, form)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the model's own tokenizer into a folder, as files of Transformers."""
+        """Write the model's own tokenizer into a folder, as tokenizer files of Transformers."""
         copy_text(self.path, folder)
 
     def without_vocabulary(self) -> Source:
-        """Return the source without the vocabulary, after the tokenizer has been read."""
+        """Return the source without the vocabulary, which is not needed after `tokenizer`."""
         return self
 
     @abstractmethod
@@ -121,7 +125,7 @@ class Source(ABC):
         mesh: Mesh | None = None,
         on_progress: OnProgress | None = None,
     ) -> Decoder:
-        """Return the model, with its weights read and placed in the layout of the device.
+        """Read the weights, place them in the layout of the device, and return the model.
 
         Args:
             model_config: the configuration of the model.
@@ -139,7 +143,7 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class CheckpointSource(Source):
-    """A folder with a Hugging Face checkpoint."""
+    """Source of a folder with a Hugging Face checkpoint."""
 
     @property
     def _files(self) -> Path | GgufFile:
@@ -147,24 +151,24 @@ class CheckpointSource(Source):
 
     @cached_property
     def stored(self) -> StoredTensors | None:
-        """The tensors, or None if the folder has only a configuration."""
+        """The stored tensors, or None if the folder has only a configuration."""
         if not any((self.path / name).exists() for name in (INDEX, SINGLE)):
             return None
         return open_tensors(self._files, self.model_config)
 
     @property
     def num_checkpoint_bytes(self) -> int:
-        """Bytes of the checkpoint's files of tensors."""
+        """Bytes of the checkpoint's safetensors files."""
         with suppress(OSError):
             return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
         return 0
 
     def tensors(self) -> Mapping[str, Any]:
-        """Return the entry of each tensor by name."""
+        """Return by name the entries of the tensors in the checkpoint's files."""
         return {} if self.stored is None else self.stored.opened.tensors
 
     def read(self, name: str) -> np.ndarray:
-        """Read one of `tensors`."""
+        """Return the values of the tensor of a name from the checkpoint's files."""
         return read_tensor(self.tensors()[name])
 
     def load(
@@ -176,7 +180,7 @@ class CheckpointSource(Source):
         mesh: Mesh | None = None,
         on_progress: OnProgress | None = None,
     ) -> Decoder:
-        """Read and place the weights (see `Source.load`)."""
+        """Read the checkpoint's weights and place them on devices (arguments of `Source.load`)."""
         return load_weights(
             self.stored or self._files,
             model_config,
@@ -192,7 +196,7 @@ class CheckpointSource(Source):
 
 @dataclass(frozen=True)
 class GgufSource(CheckpointSource):
-    """A GGUF file, opened."""
+    """Source of an opened GGUF file."""
 
     file: GgufFile
 
@@ -202,12 +206,12 @@ class GgufSource(CheckpointSource):
 
     @cached_property
     def stored(self) -> StoredTensors | None:
-        """The tensors of the file."""
+        """The stored tensors of the GGUF file."""
         return open_tensors(self.file, self.model_config)
 
     @property
     def num_checkpoint_bytes(self) -> int:
-        """0: no GGUF file is a Hugging Face checkpoint."""
+        """0, because a GGUF file is no Hugging Face checkpoint."""
         return 0
 
     def _own_tokenizer(self, size: int, form: str) -> Tokenizer:
@@ -217,13 +221,13 @@ class GgufSource(CheckpointSource):
         return Tokenizer.of(tokenizer, str(self.path), size, form)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the file's tokenizer into a folder, as files of Transformers."""
+        """Write the GGUF file's tokenizer into a folder, as files of Transformers."""
         imported("jaxserve.text.gguf_tokenizer").save_tokenizer(
             self.file.metadata, str(self.path), folder
         )
 
     def without_vocabulary(self) -> Source:
-        """Return the source without the file's vocabulary, which takes 25 MB for Gemma 3."""
+        """Return the source without the GGUF file's vocabulary, which takes 25 MB for Gemma 3."""
         metadata = self.file.metadata
         rest = {key: metadata[key] for key in metadata if not key.startswith("tokenizer.")}
         return replace(self, file=replace(self.file, metadata=rest))
@@ -231,23 +235,23 @@ class GgufSource(CheckpointSource):
 
 @dataclass(frozen=True)
 class ConvertedSource(Source):
-    """A folder that `jaxserve convert` wrote."""
+    """Source of a folder that `jaxserve convert` wrote."""
 
     converted: ConvertedModel
 
     @property
     def fixed_dtype(self) -> str | None:
-        """The dtype of the parameters that are not quantized."""
+        """Dtype of the converted parameters that are not quantized."""
         return self.converted.dtype
 
     @property
     def fixed_quantization(self) -> str | None:
-        """The form that the weights were quantized to, or None."""
+        """Form that the conversion quantized the weights to, or None."""
         return self.converted.quantization
 
     @property
     def stored(self) -> ConvertedModel:
-        """The description of the folder's arrays."""
+        """Description of the arrays in the converted folder."""
         return self.converted
 
     def tensors(self) -> Mapping[str, Any]:
@@ -255,7 +259,7 @@ class ConvertedSource(Source):
         return self.converted.parameters
 
     def read(self, name: str) -> np.ndarray:
-        """Read one of `tensors`, and verify it."""
+        """Return the values of the converted parameter of a name, after a check of their digest."""
         entry = self.converted.parameters[name]
         shape = jax.ShapeDtypeStruct(entry.shape, entry.dtype)
         return restored(self.converted, lambda _: whole(self.converted, name, shape))
@@ -269,7 +273,7 @@ class ConvertedSource(Source):
         mesh: Mesh | None = None,
         on_progress: OnProgress | None = None,
     ) -> Decoder:
-        """Read, verify and place the weights (see `Source.load`)."""
+        """Read the converted weights, check them, and place them (arguments of `Source.load`)."""
         stored_form = self.fixed_quantization
         if form not in (None, stored_form):
             how = f"to {stored_form}" if stored_form else "in full"

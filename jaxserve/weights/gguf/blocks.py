@@ -17,7 +17,7 @@ from pallas_kernels.implementation import deferred
 
 
 class _Codes(NamedTuple):
-    """Codes of GGUF blocks in the order of the file; see `block_order.reorder` for the fields."""
+    """Codes of GGUF blocks in the file's order: bytes, bits of a code, and bytes of a group."""
 
     bytes_: np.ndarray
     bits: int
@@ -31,7 +31,7 @@ _reorder = deferred("pallas_kernels.cpu.block_order", "reorder")
 
 
 def rows_of_blocks(raw: np.ndarray, form: str) -> np.ndarray:
-    """Reorder the fields of GGUF blocks for our kernels.
+    """Reorder the fields of GGUF blocks from the order of the file to that of our kernels.
 
     Args:
         raw: uint8 [outputs, blocks, bytes per block in the file].
@@ -54,13 +54,16 @@ def rows_of_blocks(raw: np.ndarray, form: str) -> np.ndarray:
 
 
 def as_float16(values: np.ndarray) -> np.ndarray:
-    """Round to float16. Values beyond its range become its largest finite number."""
+    """Round values to float16. Values beyond its range become its largest finite number."""
     most = np.float32(np.finfo(np.float16).max)
     return np.clip(values, -most, most).astype(np.float16)
 
 
 def are_finite(rows: np.ndarray, form: str) -> bool:
-    """Return whether the scales and minima of blocks [..., bytes per block] are all finite."""
+    """Return whether the scales and minima of GGUF blocks are all finite.
+
+    `rows` are uint8 [..., bytes per block], in the field order of our kernels.
+    """
     fields = FORMATS[form].fields
     if FORMATS[form].is_power:
         return bool((rows[..., fields["scale"].start] <= _MOST_EXPONENT).all())

@@ -44,7 +44,7 @@ STRING, ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class Encoding:
-    """Storage format of a tensor: blocks of consecutive values in a row.
+    """Storage format of a GGUF tensor: blocks of consecutive values in a row.
 
     Attributes:
         name: name in the package gguf.
@@ -106,8 +106,8 @@ class GgufTensor(TensorEntry):
         heads: number of heads, if their rows are permuted, otherwise 0. The file stores the rows of
             a head in the order `0, half, 1, half + 1, ...`, because llama.cpp rotates neighbours
             instead of halves.
-        added: number that the file has added to every value. llama.cpp stores Gemma's norms as
-            1 + weight.
+        added: number that the file has added to every value. llama.cpp stores Gemma's norms as 1 +
+            weight.
     """
 
     encoding: Encoding
@@ -116,7 +116,10 @@ class GgufTensor(TensorEntry):
 
     @property
     def rows_together(self) -> int:
-        """Rows of a head if rows are permuted, otherwise 1; see `TensorEntry.rows_together`."""
+        """Number of rows of a head if the rows of heads are permuted, otherwise 1.
+
+        See `TensorEntry.rows_together`.
+        """
         return self.shape[0] // self.heads if self.heads else 1
 
     def read_rows(
@@ -126,7 +129,7 @@ class GgufTensor(TensorEntry):
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Read and unpack the rows [first, last), which must be whole heads if rows are permuted.
+        """Read and dequantize the rows [first, last), which are whole heads if rows are permuted.
 
         For `memory` and `file` see `TensorEntry.read_rows`.
 
@@ -145,9 +148,10 @@ class GgufTensor(TensorEntry):
         return values - self.dtype.type(self.added) if self.added else values
 
     def in_order(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows in the order of the Hugging Face checkpoint.
+        """Return rows of a GGUF tensor in the row order of the Hugging Face checkpoint.
 
-        rows: an array of rows, which must be whole heads if rows are permuted.
+        `rows` must be whole heads if the file permutes the rows of each head. Otherwise they are
+        returned unchanged.
         """
         if not self.heads:
             return rows
@@ -167,7 +171,7 @@ def unpacked(raw: np.ndarray, encoding: Encoding) -> np.ndarray:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The checked header of a GGUF file.
+    """The checked header of a GGUF file: its path, metadata, and tensors by name.
 
     Attributes:
         metadata: values by key. Arrays of numbers are NumPy's, arrays of text are lists.
@@ -179,11 +183,11 @@ class GgufFile:
 
 
 def read_gguf(path: str | Path) -> GgufFile:
-    """Read the header of one GGUF file. `open_gguf` also reads the other parts of a model.
+    """Read and check the header of one GGUF file. `open_gguf` also reads a model's other parts.
 
     Raises:
-        CheckpointError: the header is malformed, or does not fit the file size. The error names
-            the file, and the key or tensor if one is malformed.
+        CheckpointError: the header is malformed, or does not fit the file size. The error names the
+            file, and the key or tensor if one is malformed.
     """
     path = Path(path)
     with os.fdopen(open_regular(path), "rb") as file:
@@ -203,7 +207,10 @@ def read_gguf(path: str | Path) -> GgufFile:
 
 @dataclass(frozen=True)
 class _Info:
-    """A tensor in the table of a header; `offset` is relative to the start of the data."""
+    """A tensor as the header of a GGUF file describes it.
+
+    `offset` is relative to the start of the data.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -216,9 +223,18 @@ class _Info:
 
 
 def _tensors(shard: Shard, infos: list[_Info], start: int, alignment: int) -> dict[str, GgufTensor]:
-    """Return the tensors by name, after checking that they tile the data of the file.
+    """Return the tensors of a GGUF file by name, after checking that they tile its data.
 
     Each must begin at the first multiple of the alignment after the previous one.
+
+    Args:
+        shard: the file.
+        infos: the tensors of the header.
+        start: offset of the data in the file.
+        alignment: alignment of tensors in bytes.
+
+    Raises:
+        CheckpointError: tensors overlap, leave a gap, have equal names, or exceed the file.
     """
     path, size = shard.path, shard.identity[2]
     tensors: dict[str, GgufTensor] = {}
@@ -251,7 +267,10 @@ def _tensors(shard: Shard, infos: list[_Info], start: int, alignment: int) -> di
 
 
 class _Header:
-    """Sequential reader of a header, limited to the file size and MAX_HEADER_BYTES."""
+    """Sequential reader of a GGUF header, limited to the file size and MAX_HEADER_BYTES.
+
+    Its methods raise CheckpointError for malformed data.
+    """
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self._path = path
@@ -268,7 +287,7 @@ class _Header:
         return self.fail(f"{what} would take {count} bytes, beyond the end of {limit}")
 
     def take(self, count: int, what: str) -> bytes:
-        """Read the next `count` bytes, which errors call `what`."""
+        """Read and return the next `count` bytes of the header. Errors name them with `what`."""
         if not 0 <= count <= self._end - self.position:
             raise self._beyond(count, what)
         data = self._file.read(count)
@@ -290,7 +309,10 @@ class _Header:
             raise self.fail(f"{what} is not UTF-8") from None
 
     def start(self) -> tuple[int, int]:
-        """Check magic number and version; return the numbers of tensors and of metadata keys."""
+        """Check magic number and version of a GGUF file.
+
+        Return the numbers of tensors and of metadata keys.
+        """
         magic = self._file.read(4)
         self.position = len(magic)
         if magic != MAGIC:
@@ -307,7 +329,7 @@ class _Header:
         return tensors, keys
 
     def metadata(self, count: int) -> dict[str, Any]:
-        """Read `count` keys and their values."""
+        """Read `count` metadata keys and their values, and return the values by key."""
         values: dict[str, Any] = {}
         for index in range(count):
             key = self.text(MAX_KEY_BYTES, f"key {index}")
@@ -337,7 +359,10 @@ class _Header:
         return self._texts(count, what)
 
     def _texts(self, count: int, what: str) -> list[str]:
-        """Read `count` consecutive texts, faster than `text`: a vocabulary has 100,000s of them."""
+        """Read and return `count` consecutive texts of a metadata array.
+
+        This is faster than `count` calls of `text`: a vocabulary has 100,000s of them.
+        """
         read, lengths, texts = self._file.read, struct.Struct("<Q"), []
         for _ in range(count):
             head = read(lengths.size)
@@ -358,7 +383,7 @@ class _Header:
         return texts
 
     def tensor_info(self) -> _Info:
-        """Read and check the next tensor in the table."""
+        """Read, check and return the description of the next tensor in the header's table."""
         name = self.text(MAX_KEY_BYTES, "a tensor's name")
         where = f"tensor {name[:200]!r}"
         count = self.number("I", where)

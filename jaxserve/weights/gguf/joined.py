@@ -15,7 +15,7 @@ from jaxserve.weights.safetensors import SharedFile, TensorEntry
 
 @dataclass(frozen=True)
 class JoinedTensor(TensorEntry):
-    """A tensor joined from several GGUF tensors; `shape` is the shape of the joined tensor."""
+    """A tensor joined from several GGUF tensors by the rule `join`; `shape` is the joined shape."""
 
     parts: tuple[GgufTensor, ...]
     join: Join
@@ -32,9 +32,10 @@ class JoinedTensor(TensorEntry):
         memory: np.ndarray | None = None,
         file: SharedFile | None = None,
     ) -> np.ndarray:
-        """Read and join the rows [first, last), which are multiples of `rows_together`.
+        """Read the rows [first, last) of the parts, and return them joined.
 
-        Arguments and errors are as in `TensorEntry.read_rows`.
+        Both bounds are multiples of `rows_together`. Arguments and errors are as in
+        `TensorEntry.read_rows`.
         """
         each = self.rows_together
         first, last = first // each, last // each
@@ -48,7 +49,7 @@ class JoinedTensor(TensorEntry):
 
 
 def joined(name: str, join: Join, parts: Sequence[GgufTensor]) -> JoinedTensor:
-    """Return an entry called `name` that joins GGUF tensors by the rule `join`.
+    """Return a tensor entry called `name` that joins GGUF tensors by the rule `join` when read.
 
     Raises:
         CheckpointError: the shapes of the parts do not fit the rule.

@@ -69,7 +69,7 @@ def gguf_fields(file: GgufFile) -> Raw:
 
 
 def rules_of(file: GgufFile) -> GgufRules:
-    """Return the conversion rules for a file's architecture.
+    """Return the conversion rules for a GGUF file's architecture.
 
     Raises:
         UnsupportedModel: the architecture is not supported.
@@ -102,7 +102,7 @@ def _metadata(file: GgufFile) -> GgufMetadata:
 
 
 def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
-    """Return the metadata of the architecture, without the prefix of the keys.
+    """Return the metadata of the file's architecture, by key without the architecture's prefix.
 
     Raises:
         UnsupportedModel: a key or value is not supported, or a value has the wrong type.
@@ -159,7 +159,7 @@ def _of_all_layers(value: Any, layers: Any) -> Any:
 
 
 def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
-    """Return the tensors of a GGUF file under their Hugging Face names.
+    """Return the tensors of a GGUF file as a Checkpoint, under their Hugging Face names.
 
     Args:
         config: configuration of the model, which may differ from `gguf_config(file)`.
@@ -197,7 +197,7 @@ def _joined(
 def _renamed(
     entry: GgufTensor, file: GgufFile, rules: GgufRules, config: ModelConfig
 ) -> Iterator[GgufTensor]:
-    """Yield a tensor under its Hugging Face name.
+    """Yield a GGUF tensor's entry under its Hugging Face name.
 
     A tensor of all experts yields one matrix for each, and fused queries, keys and values yield
     three tensors.
@@ -229,7 +229,7 @@ def _renamed(
 def _query_key_value(
     entry: GgufTensor, fused: re.Match[str], file: GgufFile, config: ModelConfig
 ) -> Iterator[GgufTensor]:
-    """Split the entry of a tensor with the rows of queries, then keys, then values.
+    """Split the entry of a GGUF tensor that has the rows of queries, then keys, then values.
 
     Args:
         entry: the tensor's place in the file.
@@ -238,7 +238,7 @@ def _query_key_value(
         config: has the numbers of heads.
 
     Yields:
-        The entries of queries, keys and values, with the model's names of the tensors.
+        The entries of queries, keys and values, under their Hugging Face names.
 
     Raises:
         CheckpointError: the number of rows is not that of the config.
@@ -263,7 +263,7 @@ def _query_key_value(
 
 
 def _experts(entry: GgufTensor, file: GgufFile, config: ModelConfig) -> Iterator[GgufTensor]:
-    """Split a tensor [E, outputs, inputs] into the matrices of its experts."""
+    """Yield the entry of each expert's matrix of a GGUF tensor [experts, outputs, inputs]."""
     count = config.experts.count if config.experts is not None else 0
     if len(entry.shape) != 3 or entry.shape[0] != count:
         raise CheckpointError(
@@ -277,7 +277,10 @@ def _experts(entry: GgufTensor, file: GgufFile, config: ModelConfig) -> Iterator
 
 
 def hugging_face_name(name: str, names: Names) -> str:
-    """Return a tensor's name in a Hugging Face checkpoint, or `name` if `names` lacks it."""
+    """Return the Hugging Face name of a GGUF tensor, or `name` unchanged if `names` lacks it.
+
+    `names` maps llama.cpp's names to Hugging Face's, with {} for the number of the layer.
+    """
     layer = re.fullmatch(r"blk\.(\d{1,5})\.(.+)", name)
     number = layer[1] if layer else ""
     key = name if layer is None else f"blk.{{}}.{layer[2]}"

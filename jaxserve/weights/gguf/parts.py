@@ -20,7 +20,7 @@ MAX_PARTS = 4096
 
 
 def part_names(name: str) -> list[str] | None:
-    """Return the file names of all parts of a model, in order, or None for a single file.
+    """Return the file names of all parts of a GGUF model, in order, or None for a single file.
 
     Args:
         name: file name of one of the parts, with or without folders.
@@ -33,7 +33,7 @@ def part_names(name: str) -> list[str] | None:
 
 
 def open_gguf(path: str | Path) -> GgufFile:
-    """Read the header of a GGUF file, and of the other parts in its folder if it has some.
+    """Read the header of a GGUF file, and of the other parts in its folder if the model is split.
 
     Args:
         path: path of the file, or of the first part.
@@ -83,7 +83,11 @@ def open_gguf(path: str | Path) -> GgufFile:
 
 
 def _check(part: GgufFile, number: int, first: GgufFile) -> None:
-    """Check that the metadata of a part has its number, and agrees with the first part."""
+    """Check that a part of a GGUF model has the given number, and agrees with the first part.
+
+    Raises:
+        CheckpointError: a metadata value differs. The error names the part and the key.
+    """
     expected: dict[str, Any] = {"split.no": number}
     for key in ("split.count", "split.tensors.count"):
         expected[key] = first.metadata.get(key)
