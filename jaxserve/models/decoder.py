@@ -82,7 +82,7 @@ class DecoderLayer(nnx.Module):
                 first layer has none.
             cos_sin: cosines and sines of the rotary embedding, or None for no rotation.
             step: the ragged batch of this step.
-            kv: the layer's cache pages.
+            kept: the layer's cache pages and states.
 
         Returns:
             The residual stream with this layer's update, and the cache pages and states with this
