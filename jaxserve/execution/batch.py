@@ -189,11 +189,7 @@ def pack(
     The array must be new: XLA on CPU may read a NumPy argument in place long after the call.
 
     Args:
-        plan: the slots of the launch, and the range of tokens that each computes.
-        slots: the slot table, with tokens, pages and settings.
-        bucket: the padded shapes, which must fit the plan.
-        new_pages: positions in the flat page table of pages that the device does not have yet, at
-            most `room_for_pages`. None for no pages.
+        new_pages: positions in the flat page table of pages that the device lacks.
     """
     num_rows, num_tokens = len(plan), plan.total_tokens
     words = np.empty(_size(bucket, slots), np.int32)
@@ -231,9 +227,7 @@ def pack(
     # With any other mode than clip, NumPy makes another copy.
     slots.settings.take(rows, axis=0, out=parts.settings, mode="clip")
     if parts.states is not None:
-        parts.states[0], parts.states[1:] = -1, 0
-        if plan.states is not None:
-            parts.states[:, :num_rows] = plan.states
+        _lay_states(plan, parts.states)
     places, pages = parts.pages
     count = 0 if new_pages is None else len(new_pages)
     places[count:] = slots.flat_page_table.size
@@ -243,6 +237,12 @@ def pack(
     if slots.has_prompt_logprobs and not bucket.decode_only:
         targets[:num_tokens] = _prompt_targets(plan, slots, positions[:num_tokens])
     return words
+
+
+def _lay_states(plan: LaunchPlan, states: Int32[np.ndarray, "3 R"]) -> None:
+    states[0], states[1:] = -1, 0
+    if plan.states is not None:
+        states[:, : len(plan)] = plan.states
 
 
 def _first_tokens(plan: LaunchPlan, slots: SlotTable) -> Int32[np.ndarray, " R"] | int:

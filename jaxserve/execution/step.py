@@ -26,7 +26,7 @@ from jaxserve.execution.state import (
     kept_by_layers,
     with_states,
 )
-from jaxserve.models import Decoder
+from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.paged import PagedStep
 from jaxserve.models.placed_weight import with_implementation, with_num_rows
 from jaxserve.scheduling.slot_table import NO_TOKEN
@@ -86,6 +86,28 @@ def with_new_pages(
     return replace(state, page_table=table), table.at[batch.slots].get(mode="clip")
 
 
+def _paged_step(
+    config: ModelConfig,
+    state: DeviceState,
+    batch: StepBatch[Array],
+    page_table: Int32[Array, "R M"],
+    decode_only: bool,
+    implementation: str,
+) -> PagedStep:
+    page_size = state.kv[0][0].shape[2] * config.split.context if state.kv else 1
+    null_slot = state.last_token.shape[0] - 1
+    return PagedStep(
+        positions=batch.positions,
+        slot_mapping=slot_mapping(batch, page_table, page_size),
+        page_table=page_table,
+        query_start=batch.query_start,
+        kv_len=batch.kv_len,
+        decode_only=decode_only,
+        implementation=implementation,
+        state_rows=state_rows(batch, null_slot) if STATES in state.others else None,
+    )
+
+
 def _take_step(
     graphdef: nnx.GraphDef[Decoder],
     treedef: Any,
@@ -103,20 +125,8 @@ def _take_step(
     num_tokens = batch.query_start[-1]
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
     model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
-    page_size = state.kv[0][0].shape[2] * model.config.split.context if state.kv else 1
     null_slot = state.last_token.shape[0] - 1
-    step = PagedStep(
-        positions=batch.positions,
-        slot_mapping=slot_mapping(batch, page_table, page_size),
-        page_table=page_table,
-        query_start=batch.query_start,
-        kv_len=batch.kv_len,
-        decode_only=decode_only,
-        implementation=implementation,
-        state_rows=state_rows(batch, state.last_token.shape[0] - 1)
-        if STATES in state.others
-        else None,
-    )
+    step = _paged_step(model.config, state, batch, page_table, decode_only, implementation)
     tokens = known_tokens(batch, state.last_token)
     kept, rows, hidden = model.advance(tokens, step, kept_by_layers(model.config, state))
     last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
@@ -269,8 +279,7 @@ def decode_steps(
 
     Args:
         graphdef, treedef, leaves, state: see `model_step`.
-        batch: the inputs of the first step, one token per row, and the number of steps.
-        most: static, the most steps of the launch.
+        batch: the inputs of the first step, one token per row. most: static, the most steps.
         options: the options of `model_step`.
 
     Returns:

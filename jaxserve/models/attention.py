@@ -223,16 +223,11 @@ class Attention(nnx.Module):
         `_placed`.
         """
         options: dict[str, Any] = {"interleaved": self.interleaved, **self._scales(kv)}
-        weights, bias = None if self.qkv is None else self.qkv[...], value_of(self.qkv_bias)
-        if qkv is not None:
-            pass  # projected with the gates
-        elif kernel == "llvm":
-            qkv, bias = matmul_to_add(x, weights, kernel, bias=bias), None
-        elif isinstance(weights, jax.Array) and x.shape[0] <= MOST_ROWS_IN_PARTS:
-            qkv = matmul_in_parts(x, weights, implementation=step.others)
+        bias = value_of(self.qkv_bias)
+        if self.qkv is not None:
+            qkv, bias = self._projected(x, self.qkv[...], bias, kernel, step.others)
             options["bias"] = bias
-        else:
-            qkv, bias = matmul(x, weights, bias=bias), None
+        assert qkv is not None
         if self.query_norm is not None and self.key_norm is not None:
             options["query_norm"] = self.query_norm.scale[...]
             options["key_norm"] = self.key_norm.scale[...]
@@ -250,6 +245,21 @@ class Attention(nnx.Module):
             implementation=step.others,
         )
         return query, (keys, values), arrivals
+
+    def _projected(
+        self,
+        x: Float[Array, "T D"],
+        weights: Any,
+        bias: Float[Array, "K G_plus_2 H"] | None,
+        kernel: str,
+        implementation: str,
+    ) -> tuple[Float[Array, "*parts T K G_plus_2 H"], Float[Array, "K G_plus_2 H"] | None]:
+        """Return queries, keys and values, perhaps as partial sums, and the bias not yet added."""
+        if kernel == "llvm":
+            return matmul_to_add(x, weights, kernel, bias=bias), None
+        if isinstance(weights, jax.Array) and x.shape[0] <= MOST_ROWS_IN_PARTS:
+            return matmul_in_parts(x, weights, implementation=implementation), bias
+        return matmul(x, weights, bias=bias), None
 
     def _attend(
         self,

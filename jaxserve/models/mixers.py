@@ -18,7 +18,7 @@ from jaxserve.models.attention import Attention
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.family import FamilyTraits
 from jaxserve.models.latent import LatentAttention
-from jaxserve.models.paged import KVPages, PagedStep, States
+from jaxserve.models.paged import PagedStep, States
 from jaxserve.models.recurrent import GatedDelta, Mamba2, ShortConv
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
         states: arrays [slots and snapshots, ...], or () for a layer without states.
     """
 
-    pages: KVPages | tuple[()] = ()
+    pages: Any = ()  # KVPages
     states: States = ()
 
 

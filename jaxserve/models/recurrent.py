@@ -11,9 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.config.recurrent import GatedDelta as GatedDeltaSizes
-from jaxserve.models.config.recurrent import Mamba2 as Mamba2Sizes
-from jaxserve.models.config.recurrent import ShortConv as ShortConvSizes
+from jaxserve.models.config.recurrent import GatedDeltaSizes, Mamba2Sizes, ShortConvSizes
 from jaxserve.models.layers import Norm
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes, LogicalAxis, PagedStep, States
@@ -52,7 +50,8 @@ class ShortConv(nnx.Module):
         taps = (width, 1, sizes.channels)
         self.taps = weight(rngs, taps, ("taps", "taps", "mlp"), dtype)
         self.out = weight(rngs, (sizes.channels, embed), ("mlp", "embed"), dtype)
-        triple, channels = ("gate_up", "mlp"), ("taps", "mlp")
+        triple: LogicalAxes = ("gate_up", "mlp")
+        channels: LogicalAxes = ("taps", "mlp")
         self.into_bias = constant(0.0, parts, triple, dtype) if sizes.bias else None
         self.taps_bias = constant(0.0, (1, parts[1]), channels, dtype) if sizes.bias else None
         self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if sizes.bias else None
@@ -98,7 +97,7 @@ class GatedDelta(nnx.Module):
         taps: LogicalAxes = ("taps", "taps", "state_parts")
         self.taps = weight(rngs, (sizes.width, 1, channels), taps, dtype)
         # The logarithm of the decay rate, and the bias of the decay, in at least float32.
-        constants = ("taps", "state_heads")
+        constants: LogicalAxes = ("taps", "state_heads")
         self.constants = constant(0.5, (2, sizes.heads), constants, accumulator(dtype))
         self.norm = Norm((sizes.outputs,), ("head_dim",), config.rms_norm_eps, dtype)
         self.out = weight(rngs, (values, embed), ("mlp", "embed"), dtype)
@@ -161,7 +160,7 @@ class Mamba2(nnx.Module):
         self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if sizes.bias else None
         # The logarithm of the decay rate, the bias of the step sizes, and the factor of the direct
         # path, in at least float32.
-        constants = ("taps", "state_heads")
+        constants: LogicalAxes = ("taps", "state_heads")
         self.constants = constant(0.5, (3, sizes.heads), constants, accumulator(dtype))
         shape = (sizes.groups, values // sizes.groups)
         self.norm = Norm(shape, ("state_heads", "head_dim"), config.rms_norm_eps, dtype, over=1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.errors import UnsupportedModel
-from jaxserve.models.config.recurrent import GatedDelta, Mamba2
+from jaxserve.models.config.recurrent import GatedDeltaSizes, Mamba2Sizes
 from jaxserve.models.config.split import AXIS, ONE_DEVICE, Split
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def parts_of(config: ModelConfig, axes: Any, shape: tuple[int, ...], path: str =
 
 def _equal_parts(config: ModelConfig, device: int) -> Iterator[Span]:
     # Queries, keys and values of all heads, one after the other: a device's share of each.
-    assert isinstance(config.recurrent, GatedDelta | Mamba2)
+    assert isinstance(config.recurrent, GatedDeltaSizes | Mamba2Sizes)
     first = 0
     for size in config.recurrent.parts:
         each = size // config.split.devices

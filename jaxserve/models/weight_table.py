@@ -11,7 +11,7 @@ from types import EllipsisType
 import numpy as np
 
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.config.recurrent import GatedDelta, Mamba2, ShortConv
+from jaxserve.models.config.recurrent import GatedDeltaSizes, Mamba2Sizes, ShortConvSizes
 
 Index = tuple[int | slice | EllipsisType, ...]
 
@@ -141,13 +141,13 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
     }
     if config.recurrent is not None:
         sizes |= {"One": 1, "W": config.recurrent.width}
-    if isinstance(config.recurrent, ShortConv):
+    if isinstance(config.recurrent, ShortConvSizes):
         sizes |= {"X": 3, "Y": config.recurrent.channels}
-    if isinstance(mamba := config.recurrent, Mamba2):
+    if isinstance(mamba := config.recurrent, Mamba2Sizes):
         values = mamba.parts[0]
         sizes |= {"Vals": values, "Xbc": sum(mamba.parts), "Heads": mamba.heads}
         sizes |= {"Groups": mamba.groups, "Size": values // mamba.groups}
-    if isinstance(delta := config.recurrent, GatedDelta):
+    if isinstance(delta := config.recurrent, GatedDeltaSizes):
         channels, values = sum(delta.parts), delta.parts[2]
         sizes |= {"Qkv": channels, "Vals": values, "Fused": channels + values, "Out": delta.outputs}
         sizes |= {"Heads": delta.heads, "Keys": delta.groups, "Per": delta.heads // delta.groups}

@@ -59,8 +59,7 @@ class SlotTable:
         window: int | None = None,
         keeps_states: bool = False,
     ) -> None:
-        self.keeps_states = keeps_states
-        self.num_snapshots = 0  # of states of prefixes, if layers of the model keep states
+        self.keeps_states, self.num_snapshots = keeps_states, 0  # snapshots: states of prefixes
         self.num_slots = num_slots
         self.window = window
         self.max_model_len = max_model_len
@@ -107,8 +106,7 @@ class SlotTable:
         self.has_prompt_logprobs = False
         # Whether the host computes all log-probabilities of tokens drawn.
         self.scores_on_host = False
-        self.needs_mask = column(dtype=np.bool_)
-        self.needs_load = column(dtype=np.bool_)
+        self.needs_mask, self.needs_load = column(dtype=np.bool_), column(dtype=np.bool_)
         # None marks a free slot. Only slots of running sequences are read.
         self.sequences: Any = np.full(rows, None, object)
         self._free = list(range(num_slots - 1, -1, -1))

@@ -261,7 +261,7 @@ def set_kv_scales(
                 f"{entry.shard.path}: tensor {name!r} must be one positive number, for one of the "
                 f"{len(model.layers)} layers"
             )
-        if not isinstance(model.layers[layer].attention, Attention):
+        if not isinstance(_attention_of(model.layers[layer]), Attention):
             raise CheckpointError(
                 f"{entry.shard.path}: tensor {name!r} scales a cache, which is not supported with "
                 "latent attention"
@@ -271,7 +271,7 @@ def set_kv_scales(
         )
         scales[0 if kind == "k" else 1] = value.item()
     for layer, scales in by_layer.items():
-        attention = model.layers[layer].attention
+        attention = _attention_of(model.layers[layer])
         assert isinstance(attention, Attention)
         attention.kv_scales = scales_parameter(placed_scales(scales, model.config, mesh))
 
@@ -291,8 +291,13 @@ def scales_parameter(values: Any) -> nnx.Param[Any]:
 
 def scales_of(model: Decoder) -> dict[str, Attention]:
     """Return the attention modules that may have fp8 cache scales, by the path of the scales."""
+    modules = enumerate(map(_attention_of, model.layers))
     return {
-        f"layers.{index}.attention.kv_scales": layer.attention
-        for index, layer in enumerate(model.layers)
-        if isinstance(layer.attention, Attention)
+        f"layers.{index}.attention.kv_scales": module
+        for index, module in modules
+        if isinstance(module, Attention)
     }
+
+
+def _attention_of(layer: nnx.Module) -> nnx.Module | None:
+    return getattr(layer, "attention", None)

@@ -19,7 +19,7 @@ from pallas_kernels.cpu.ffi import NAMES, registered
 from pallas_kernels.cpu.handler import Field, part_bounds
 from pallas_kernels.cpu.ir_builder import Code, const, filled, suffix
 from pallas_kernels.cpu.row_sums import MOST_PARTS, WORK_OF_A_PART, Vectors
-from pallas_kernels.cpu.state_rows import ROWS, Row, StateKernel
+from pallas_kernels.cpu.state_rows import ROWS, StateKernel, StateRow
 from pallas_kernels.state_arguments import DeltaOptions, Mamba2Options, StateRows
 
 UNROLLED = 4  # rows of a state in the body of a loop
@@ -111,7 +111,7 @@ class Recurrence(StateKernel):
 
         self.for_each_padding(code, tables, num_rows, tokens, clear)
 
-    def _begin(self, code: Code, row: Row, source: Any, target: Any) -> None:
+    def _begin(self, code: Code, row: StateRow, source: Any, target: Any) -> None:
         """Generate code that copies the source to the target, or clears the target."""
         size = self.options.inputs * self.options.outputs
         read = self.read(code, source, self.sums.name)

@@ -16,7 +16,7 @@ ROWS = 5  # arrays of `pallas_kernels.states.StateRows`
 
 
 @dataclass(frozen=True)
-class Row:
+class StateRow:
     """The tokens and the places of one row, as i64s of the generated code.
 
     Attributes:
@@ -113,7 +113,7 @@ class StateKernel(RowKernel):
         logarithm = code.fmul(code.fmul(z, filled(x.type, 2.0)), series)
         return code.fadd(code.larger(filled(x.type, 0.0), x), logarithm)
 
-    def row_of(self, code: Code, tables: Sequence[Any], number: Any) -> Row:
+    def row_of(self, code: Code, tables: Sequence[Any], number: Any) -> StateRow:
         """Generate code that reads a row's tokens and places from the arrays of a `StateRows`."""
         starts, *places = tables
 
@@ -121,15 +121,15 @@ class StateKernel(RowKernel):
             return code.sext(code.read(table, index, I32), I64)
 
         begin, end = (read(starts, index) for index in (number, code.add(number, const(1))))
-        return Row(code, begin, end, *(read(table, number) for table in places))
+        return StateRow(code, begin, end, *(read(table, number) for table in places))
 
-    def runs(self, code: Code, row: Row) -> Any:
+    def runs(self, code: Code, row: StateRow) -> Any:
         """Generate code that returns whether a row has tokens and a place for its state."""
         has_tokens = code.icmp_signed("<", row.begin, row.end)
         return code.and_(has_tokens, code.icmp_signed(">=", row.target, const(0)))
 
     def for_each_row(
-        self, code: Code, tables: Sequence[Any], num_rows: Any, body: Callable[[Row], None]
+        self, code: Code, tables: Sequence[Any], num_rows: Any, body: Callable[[StateRow], None]
     ) -> None:
         """Generate a loop over the rows that run."""
         with code.loop(const(0), num_rows) as (number, _):

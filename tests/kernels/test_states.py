@@ -13,10 +13,10 @@ from pallas_kernels import reference, states
 from pallas_kernels.state_arguments import ConvOptions, DeltaOptions, Mamba2Options, StateRows
 
 DTYPES = (jnp.float64, jnp.float32, jnp.bfloat16)
-CONVOLUTIONS = ((3, 48), (4, 7), (7, 130), (2, 1))  # width and channels
+CONVOLUTIONS = ((3, 48), (7, 130), (2, 1))  # width and channels
 PLACES = 20
-LENGTHS = ([1], [2, 1], [3, 1, 2, 5], [130], [1] * 7, [64, 1, 63], [17, 40])
-SIZES = ((2, 6, 16, 32), (1, 2, 8, 8), (2, 2, 5, 7), (1, 3, 16, 130), (4, 4, 24, 65))
+LENGTHS = ([1], [3, 1, 2, 5], [130], [1] * 7, [64, 1, 63])
+SIZES = ((2, 6, 16, 32), (2, 2, 5, 7), (1, 3, 16, 130))
 
 
 def step_rows(lengths: list[int], seed: int, padding: int = 3) -> tuple[StateRows, int]:
@@ -87,7 +87,8 @@ def check(op: str, sizes: Any, dtype: Any, lengths: list[int]) -> None:
         options = ConvOptions("silu" if len(lengths) % 2 else "none")
     wide = [array if array is None else array.astype(jnp.float64) for array in given]
     y, after = jax.jit(getattr(states, op), static_argnums=5)(*given, rows, options)
-    expected, expected_after = getattr(reference, op)(*wide, rows, options)
+    specified = jax.jit(getattr(reference, op), static_argnums=5)
+    expected, expected_after = specified(*wide, rows, options)
     assert y.dtype == dtype and after.dtype == jnp.promote_types(dtype, jnp.float32)
     tolerance = {jnp.float64: 1e-12, jnp.float32: 1e-4, jnp.bfloat16: 2e-2}[dtype]
     used = np.array(expected)

@@ -26,7 +26,7 @@ class StateShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShortConv:
+class ShortConvSizes:
     """Sizes of the gated short convolution of LFM2.
 
     Attributes:
@@ -51,7 +51,7 @@ class ShortConv:
 
 
 @dataclass(frozen=True)
-class GatedDelta:
+class GatedDeltaSizes:
     """Sizes of the gated delta rule of Qwen3-Next and Qwen3.5.
 
     Attributes:
@@ -90,7 +90,7 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2Sizes:
     """Sizes of Mamba-2.
 
     Attributes:
@@ -131,7 +131,7 @@ class Mamba2:
         return {"the number of groups": self.groups, "the number of Mamba heads": self.heads}
 
 
-Recurrent = ShortConv | GatedDelta | Mamba2
+Recurrent = ShortConvSizes | GatedDeltaSizes | Mamba2Sizes
 # Reads the sizes of the layers with states.
 ReadRecurrent = Callable[[Fields], Recurrent | None]
 
@@ -141,9 +141,9 @@ def no_states(fields: Fields) -> Recurrent | None:
     return None
 
 
-def gated_delta(fields: Fields) -> GatedDelta:
+def gated_delta(fields: Fields) -> GatedDeltaSizes:
     """Read the sizes of the gated delta rule."""
-    sizes = GatedDelta(
+    sizes = GatedDeltaSizes(
         fields.integer("linear_conv_kernel_dim", 2, MAX_TAPS, default=4),
         fields.integer("linear_num_key_heads", 1, MAX_HEADS, default=16),
         fields.integer("linear_num_value_heads", 1, MAX_HEADS, default=32),

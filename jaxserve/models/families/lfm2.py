@@ -8,7 +8,7 @@ from types import MappingProxyType
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.layers import ATTENTION, FULL, LayerTable
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.config.recurrent import ShortConv
+from jaxserve.models.config.recurrent import ShortConvSizes
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import MAX_MLP, ConfigRules
 from jaxserve.models.family import Architecture, Family, FamilyTraits
@@ -49,9 +49,9 @@ def layers_by_kind(fields: Fields, layers: int) -> LayerTable:
     return LayerTable((None,) * layers, (True,) * layers, mixers)
 
 
-def short_conv(fields: Fields) -> ShortConv:
+def short_conv(fields: Fields) -> ShortConvSizes:
     """Read the sizes of the convolutions."""
-    return ShortConv(
+    return ShortConvSizes(
         fields.integer("hidden_size", 1, 1 << 17),
         fields.integer("conv_L_cache", 2, MAX_TAPS, default=3),
         fields.flag("conv_bias", default=False),
@@ -75,7 +75,7 @@ def conv_weights(config: ModelConfig) -> list[WeightName]:
         WeightName("conv.conv.weight", "Y One W -> W One Y", "conv.taps"),
         WeightName("conv.out_proj.weight", "D Y -> Y D", "conv.out"),
     ]
-    if isinstance(config.recurrent, ShortConv) and config.recurrent.bias:
+    if isinstance(config.recurrent, ShortConvSizes) and config.recurrent.bias:
         tensors += [
             WeightName("conv.in_proj.bias", "(X Y) -> X Y", "conv.into_bias"),
             WeightName("conv.conv.bias", "(One Y) -> One Y", "conv.taps_bias"),

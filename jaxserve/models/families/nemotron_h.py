@@ -12,7 +12,7 @@ from jaxserve.models.config.experts import MAX_EXPERT, MAX_SCALE, Experts, exper
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.layers import ATTENTION, FULL, MAX_LAYERS, LayerTable
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.config.recurrent import MAX_HEADS, MAX_SIZE, MAX_TAPS, Mamba2
+from jaxserve.models.config.recurrent import MAX_HEADS, MAX_SIZE, MAX_TAPS, Mamba2Sizes
 from jaxserve.models.config.rules import HEADS, ConfigRules, plain_depth
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.weight_names import (
@@ -103,13 +103,13 @@ EXPERT_FIELDS = (
 ).split()
 
 
-def _mamba(fields: Fields) -> Mamba2:
+def _mamba(fields: Fields) -> Mamba2Sizes:
     heads = fields.integer("mamba_num_heads", 1, MAX_HEADS, default=128)
     groups = fields.integer("n_groups", 1, MAX_HEADS, default=8)
     if heads % groups:
         fields.refuse("n_groups", f"a divisor of mamba_num_heads ({heads})")
         groups = 1
-    return Mamba2(
+    return Mamba2Sizes(
         fields.integer("conv_kernel", 2, MAX_TAPS, default=4),
         groups,
         heads,
@@ -125,7 +125,7 @@ def _mamba(fields: Fields) -> Mamba2:
 def mamba_weights(config: ModelConfig, name: str) -> list[WeightName]:
     """Return the tensors of one Mamba-2 mixer, whose names begin with `name`."""
     sizes = config.recurrent
-    assert isinstance(sizes, Mamba2)
+    assert isinstance(sizes, Mamba2Sizes)
     parts = ("gate", "mixed", "steps")
     sides = ("Vals", "Xbc", "Heads")
     tensors = [

@@ -14,7 +14,7 @@ from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.layers import ATTENTION, FULL, MAX_LAYERS, LayerTable
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.quantization import FIELD as QUANTIZATION
-from jaxserve.models.config.recurrent import GatedDelta, gated_delta
+from jaxserve.models.config.recurrent import GatedDeltaSizes, gated_delta
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, ROUTING, ConfigRules, no_mlp
 from jaxserve.models.families.qwen import STACKED_EXPERTS, sparse_layers
@@ -52,7 +52,7 @@ def _layers(fields: Fields, layers: int) -> LayerTable:
     return LayerTable((None,) * layers, (True,) * layers, mixers)
 
 
-def _fused_delta(fields: Fields) -> GatedDelta:
+def _fused_delta(fields: Fields) -> GatedDeltaSizes:
     return replace(gated_delta(fields), fused=True)
 
 
@@ -99,7 +99,7 @@ def _mixers(config: ModelConfig) -> list[WeightName]:
 def _delta(config: ModelConfig) -> list[WeightName]:
     name, gates = "linear_attn", "(Keys Per) D -> D Keys Per"
     first, second = (slice(None), 0), (slice(None), 1)
-    if isinstance(config.recurrent, GatedDelta) and config.recurrent.fused:
+    if isinstance(config.recurrent, GatedDeltaSizes) and config.recurrent.fused:
         projections = [
             WeightName(f"{name}.in_proj_qkvz.weight", "Fused D -> D Fused", "delta.fused"),
             WeightName(
