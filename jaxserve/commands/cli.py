@@ -116,7 +116,10 @@ class DroppingFile(io.FileIO):
     """A raw file whose `write` never fails: bytes that cannot be written are discarded."""
 
     def write(self, data: Any, /) -> int:
-        """Write bytes and return their number, even if the write fails or would block."""
+        """Write bytes and return the number of bytes written.
+
+        If the write fails or would block, all bytes are dropped and count as written.
+        """
         size = memoryview(data).nbytes
         try:
             written = super().write(data)

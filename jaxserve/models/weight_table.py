@@ -62,9 +62,13 @@ class WeightName:
     other: str = ""
 
     def stored_as(self, shape: tuple[int, ...] | None, dims: Mapping[str, int]) -> WeightName:
-        """Return this WeightName, with layout `other` if `layout` does not fit the tensor's shape.
+        """Return this WeightName, or a copy in the layout of its field `other`.
 
-        `shape` is the tensor's shape in the checkpoint, or None if unknown, which keeps `layout`.
+        The copy is returned if `other` is set and `layout` does not fit `shape`.
+
+        Args:
+            shape: the tensor's shape in the checkpoint. None, if unknown, keeps `layout`.
+            dims: sizes by name, which give the shape that `layout` has.
         """
         if not self.other or shape is None or shape == self.shape(dims):
             return self

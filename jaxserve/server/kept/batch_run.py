@@ -215,9 +215,9 @@ class BatchRun:
             counts.failed += 1
 
     def _resume(self) -> None:
-        """Count the answers in the batch's files from before a restart.
+        """Set the batch's counts, usage and bytes from the files of a run before a restart.
 
-        An incomplete last line is removed.
+        An incomplete last line is removed from a file.
         """
         batch = self._batch
         batch.request_counts = RequestCounts(batch.request_counts.total)
