@@ -77,6 +77,8 @@ ROW_KERNELS = {
     "draw of tokens (min_p, top_k, top_p)": "draw",
     "activation of a gated MLP": "gated",
     "sums of rows, softmax, sigmoid": "row_sums",
+    "causal convolution with a state": "causal_conv",
+    "gated delta rule, Mamba-2": "recurrence",
 }
 """Operations over rows whose CPU kernel lies in the module of that name. Others use XLA."""
 

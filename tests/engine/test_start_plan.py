@@ -74,7 +74,7 @@ def test_planned_bytes_are_those_that_a_start_allocates(tmp_path: Path) -> None:
     plan, state = loaded.plan, loaded.runner._state
     assert plan is not None and state is not None
     assert plan.weight_bytes == loaded.runner.weight_bytes
-    arrays: dict[str, Any] = {PAGES: state.kv, SAMPLER: state.sampler}
+    arrays: dict[str, Any] = {PAGES: state.kv, SAMPLER: state.sampler, **state.others}
     assert {kind.name for kind in plan.memory} == arrays.keys()
     for kind in plan.memory:
         assert kind.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(arrays[kind.name]))
@@ -91,7 +91,7 @@ def test_a_further_kind_of_memory_needs_no_change_elsewhere(
     def with_another(*arguments: Any) -> tuple[MemoryKind, ...]:
         unit = {"carry": jax.ShapeDtypeStruct((4, columns[0]), np.float32)}
         pages, sampler = kinds(*arguments)
-        another = MemoryKind.of("recurrent state", "slot", unit, sampler.count, layers=2)
+        another = MemoryKind.of("carried state", "slot", unit, sampler.count, layers=2)
         return pages, sampler, another
 
     monkeypatch.setattr(memory_plan, "memory_kinds", with_another)
@@ -105,24 +105,24 @@ def test_a_further_kind_of_memory_needs_no_change_elsewhere(
         sampling = SamplingParams(max_tokens=4, temperature=0.5, logit_bias={5: 1.0})
         [answer] = llm.generate([[5] * 9], sampling)
         assert len(answer.outputs[0].token_ids) == 4
-        arrays = jax.tree.leaves(runner._state.others["recurrent state"])
+        arrays = jax.tree.leaves(runner._state.others["carried state"])
         assert len(arrays) == 2 and sum(array.nbytes for array in arrays) == kind.num_bytes
         stats, values = llm.stats(), llm.get_metrics()
     assert (stats.memory[1].count, stats.memory[1].in_use) == (SMALL["max_num_seqs"], 0)
-    assert memory_units(stats).keys() == {"num_pages_in_use", "num_recurrent_state_slots_in_use"}
+    assert memory_units(stats).keys() == {"num_pages_in_use", "num_carried_state_slots_in_use"}
     names = {value.name for value in values if value.name.endswith("usage_perc")}
-    assert names == {"vllm:kv_cache_usage_perc", "jaxserve:recurrent_state_usage_perc"}
+    assert names == {"vllm:kv_cache_usage_perc", "jaxserve:carried_state_usage_perc"}
 
     assert main(["plan", str(tmp_path), "--device", "H100"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split("│")[1].strip() for line in lines if "│" in line]
-    assert rows.index("recurrent state") + 1 == rows.index("KV cache")
+    assert rows.index("carried state") + 1 == rows.index("KV cache")
     assert "sampler state" not in rows
     assert main(["plan", str(tmp_path), "--device", "H100", "--json"]) == 0
     first = json.loads(capsys.readouterr().out)["plans"][0]
     shown = {one["name"]: one for one in first["memory"]}
-    assert shown["recurrent state"] == {
-        "name": "recurrent state",
+    assert shown["carried state"] == {
+        "name": "carried state",
         "layers": 2,
         "unit": "slot",
         "bytes_per_unit": 96,

@@ -131,7 +131,8 @@ def test_padding_changes_nothing(checkpoints, case):
     )
     # Page 0 has no owner and padding is not written: the page still holds its first contents.
     for (k, v), (k_padded, v_padded) in zip(
-        *map(jax.device_get, (plain.kv, padded.kv)), strict=True
+        *(jax.device_get([layer.pages for layer in run.kept]) for run in (plain, padded)),
+        strict=True,
     ):
         assert np.isnan(k_padded[0]).all() and np.isnan(v_padded[0]).all()
         np.testing.assert_allclose(k[1:], k_padded[1:], rtol=1e-5, atol=1e-5)
@@ -156,7 +157,7 @@ def test_sixteen_bit_models(checkpoints, case, dtype, pad_to):
     prompt = np.random.default_rng(0).integers(0, 96, 20).tolist()
     got = np.concatenate([runner.run([prompt[:-1]])[0], runner.run([prompt[-1:]], pad_to)[0]])
     assert got.dtype == np.float32  # logits are never rounded to 16 bits
-    assert all(k.dtype == v.dtype == dtype for k, v in runner.kv)
+    assert all(k.dtype == v.dtype == dtype for k, v in (layer.pages for layer in runner.kept))
     tolerance = 16 * float(jnp.finfo(dtype).eps)
     assert relative_error(got, reference_logits(reference, prompt)) < tolerance
 

@@ -45,6 +45,25 @@ COMMON: list[dict[str, Any]] = [
 ]
 FIRST = {family_of(case): case for case in reversed(CASES)}
 
+GATED_DELTA: list[dict[str, Any]] = [
+    {"layer_types": [FULL, "linear_attention"]},
+    {"layer_types": [FULL, "conv"]},
+    {"linear_conv_kernel_dim": 3},
+    {"linear_num_key_heads": 1},
+    {"linear_num_key_heads": 3},
+    {"linear_num_value_heads": 2},
+    {"linear_key_head_dim": 4},
+    {"linear_value_head_dim": 6},
+    {"attn_output_gate": False},
+    {"rope_parameters.rope_theta": 600.0},
+    {"rope_parameters.partial_rotary_factor": 0.5},
+]
+SHARED_EXPERT: list[dict[str, Any]] = [
+    {"num_experts": 5},
+    {"num_experts_per_tok": 2},
+    {"moe_intermediate_size": 12},
+    {"shared_expert_intermediate_size": 12},
+]
 # By case: changes of the settings that it exercises. A dot leads into a mapping.
 PARTICULAR: dict[str, list[dict[str, Any]]] = {
     "llama3_rope": [
@@ -189,6 +208,61 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"layer_types": None, "max_window_layers": 0},
         {"rope_parameters.rope_theta": 600.0},
     ],
+    "lfm2_tied": [
+        {"norm_eps": 1e-2},
+        {"layer_types": ["full_attention", "conv", "conv"]},
+        {"layer_types": ["conv", "conv"]},
+        {"layer_types": None, "full_attn_idxs": [0]},
+        {"layer_types": None, "full_attn_idxs": [3]},
+        {"conv_L_cache": 4},
+        {"conv_bias": True},
+        {"block_auto_adjust_ff_dim": False},
+        {"block_ffn_dim_multiplier": 2.0},
+        {"block_multiple_of": 24},
+        {"tie_word_embeddings": False},
+        {"tie_embedding": False},
+        {"rope_parameters.rope_theta": 600.0},
+    ],
+    "qwen3_5_two_a_key": [*GATED_DELTA, {"mlp_only_layers": [5]}],
+    "qwen3_5_interval_four_a_key": [{"full_attention_interval": 3}],
+    "qwen3_5_moe_two_a_key": [*GATED_DELTA, *SHARED_EXPERT],
+    "qwen3_next_one_dense": [
+        *GATED_DELTA,
+        *SHARED_EXPERT,
+        {"mlp_only_layers": [1]},
+        {"decoder_sparse_step": 2},
+        {"norm_topk_prob": False},
+    ],
+    "nemotron_h_all_kinds": [
+        {"layer_norm_epsilon": 1e-2},
+        {"layers_block_type": ["mlp", "moe", FULL, "linear_attention"]},
+        {"layers_block_type": ["linear_attention", "conv", FULL, "mlp"]},
+        {"layers_block_type": None, "hybrid_override_pattern": "ME*-", "num_hidden_layers": 3},
+        {"mamba_num_heads": 4},
+        {"mamba_head_dim": 4},
+        {"ssm_state_size": 8},
+        {"n_groups": 3},
+        {"n_groups": 4},
+        {"conv_kernel": 3},
+        {"use_conv_bias": False},
+        {"use_bias": True},
+        {"mamba_proj_bias": True},
+        {"mamba_hidden_act": "gelu"},
+        {"mlp_hidden_act": "silu"},
+        {"time_step_min": 0.5},
+        {"n_routed_experts": 5},
+        {"num_experts_per_tok": 2},
+        {"moe_intermediate_size": 12},
+        {"moe_latent_size": 8},
+        {"moe_shared_expert_intermediate_size": 12},
+        {"n_shared_experts": 0},
+        {"routed_scaling_factor": 2.0},
+        {"n_group": 2},
+        {"topk_group": 1},
+        {"norm_topk_prob": False},
+        {"sliding_window": 5},
+        {"residual_in_fp32": True},
+    ],
     "qwen3": [
         {"use_sliding_window": True},
         {
@@ -330,12 +404,15 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.sliding_attention.rope_theta": 600.0},
     ],
 }
+# All layers have experts, whose width is another field.
+WITHOUT_MLP = ("qwen3_5_moe_two_a_key", "qwen3_next_two_a_key")
 CHANGES = [
     *[
         (case, change)
         for case in FIRST.values()
         for change in COMMON
         if not change.items() <= fields_of(case).items()
+        and not (case in WITHOUT_MLP and "intermediate_size" in change)
     ],
     *[(case, change) for case, changes in PARTICULAR.items() for change in changes],
 ]

@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, parse_model_config
+from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.wrappers import DEFAULTS
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.conversion import convert
@@ -77,10 +78,14 @@ def test_the_text_of_a_wrapper_is_that_of_its_family(name, tmp_path):
     ours, alone = found(tmp_path / "wrapper"), found(tmp_path / "plain")
     config = ours.model_config
     assert config.wrapper == name and alone.model_config.wrapper is None
-    experts = config.experts and replace(config.experts, stacked=False)
-    unwrapped = replace(config, wrapper=None, experts=experts)
-    assert unwrapped == replace(alone.model_config, dtype=config.dtype)
+    plain_config = replace(alone.model_config, dtype=config.dtype)
+    assert _unstacked(replace(config, wrapper=None)) == _unstacked(plain_config)
     assert leaves(read(ours)) == leaves(read(alone))
+
+
+def _unstacked(config: ModelConfig) -> ModelConfig:
+    experts = config.experts and replace(config.experts, stacked=False)
+    return replace(config, experts=experts)
 
 
 @pytest.fixture(scope="module", params=MAIN)

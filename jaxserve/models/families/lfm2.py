@@ -110,11 +110,11 @@ RULES = ConfigRules(
     "lfm2",
     renamed=MappingProxyType(
         {
-            "norm_eps": "rms_norm_eps",
             "tie_embedding": "tie_word_embeddings",
             "block_ff_dim": "intermediate_size",
         }
     ),
+    norm_eps="norm_eps",
     rope=RopeRules(theta=1e6),
     layers=layers_by_kind,
     recurrent=short_conv,

@@ -231,7 +231,6 @@ NEMOTRON_H = Family(
                 "nemotron_h",
                 renamed=MappingProxyType(
                     {
-                        "layer_norm_epsilon": "rms_norm_eps",
                         "mamba_n_groups": "n_groups",
                         "mamba_d_conv": "conv_kernel",
                         "mamba_dt_min": "time_step_min",
@@ -261,6 +260,7 @@ NEMOTRON_H = Family(
                     time_step_max use_mamba_kernels
                     """.split()
                 ),
+                norm_eps="layer_norm_epsilon",
                 explicit=HEADS,
                 depth=_depth,
                 layers=_layers,
