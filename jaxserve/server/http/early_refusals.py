@@ -190,8 +190,8 @@ class EarlyRefusals:
         return b"%b\r\n%b\r\n%b" % (begin, lines, body)
 
 
+# The HTTP response to an error, without the headers that vary by request.
 def _response(error: Overloaded) -> bytes:
-    """Return the bytes of the HTTP response to an error, without headers that vary by request."""
     problem = as_api_error(error)
     body = encode(problem.body())
     headers = {**problem.headers, "content-length": str(len(body)), "content-type": JSON}
