@@ -178,10 +178,8 @@ def pack(
 
     Args:
         plan: the slots of the launch, and the range of tokens that each computes.
-        slots: the slot table, with tokens, pages and settings.
         bucket: the padded shapes, which must fit the plan.
-        new_pages: positions in the flat page table of pages that the device does not have yet, at
-            most `room_for_pages`. None for no pages.
+        new_pages: flat page table positions, at most `room_for_pages`, that the device lacks.
     """
     num_rows, num_tokens = len(plan), plan.total_tokens
     words = np.empty(_size(bucket, slots.page_size), np.int32)
