@@ -19,15 +19,14 @@ FIELDS = "request_fields"
 
 
 class Unserved(NamedTuple):
-    """A row of `compat.toml`: an argument, option or request field that jaxserve does not serve.
+    """An argument, option or request field that is not served.
 
     Attributes:
         neutral: values without effect, which are accepted. None accepts every value.
-        instead: a suggestion for the user, shown if a value is refused.
-        below, above: numbers less than `below` or greater than `above` are accepted.
-        needs: neutral values of other, served fields. Every value is accepted while these fields
-            have them.
-        short: short form of the command line option, or None.
+        instead: a suggestion for any other value.
+        below, above: numbers beyond these bounds are accepted.
+        needs: neutral values of served fields. Every value is accepted while they have these.
+        short: short form of the option, or None.
     """
 
     neutral: tuple[Any, ...] | None
@@ -38,12 +37,7 @@ class Unserved(NamedTuple):
     short: str | None = None
 
     def passes(self, value: Any, fields: Mapping[str, Any] | None = None) -> bool:
-        """Return whether a value of this argument or field has no effect and is accepted. None is.
-
-        Args:
-            value: the value.
-            fields: all fields of the request, for `needs`.
-        """
+        """Return whether a value has no effect, beside the other `fields` of its request."""
         if value is None or self.neutral is None or any(is_equal(value, x) for x in self.neutral):
             return True
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -55,7 +49,7 @@ class Unserved(NamedTuple):
 
 @cache
 def table() -> dict[str, Any]:
-    """Return the parsed contents of `compat.toml`. The file is read once."""
+    """Return the contents of `compat.toml`."""
     import tomllib  # takes 4 ms, and most processes do not need it
 
     return tomllib.loads(Path(__file__).with_name("compat.toml").read_text(encoding="utf-8"))
@@ -63,11 +57,7 @@ def table() -> dict[str, Any]:
 
 @cache
 def unserved(kind: str) -> dict[str, Unserved]:
-    """Return by name the rows of one table of `compat.toml`.
-
-    Args:
-        kind: name of the table: ENGINE, SERVER, BENCH or FIELDS.
-    """
+    """Return the rows of ENGINE, SERVER, BENCH or FIELDS, by name."""
     rows = {}
     for name, row in table()[kind].items():
         neutral = row.get("neutral", ())
@@ -77,23 +67,17 @@ def unserved(kind: str) -> dict[str, Unserved]:
 
 
 def suggestion(row: Mapping[str, str]) -> str:
-    """Return the suggestion of a row of `compat.toml`, or the text of the reason that it names."""
+    """Return the suggestion of a row, or the reason that it names."""
     return row["instead"] if "instead" in row else table()["reasons"][row["reason"]]
 
 
 def served(
     settings: Mapping[str, Any], names: Collection[str], kind: str = ENGINE
 ) -> dict[str, Any]:
-    """Return the settings without those that `compat.toml` lists as not served.
-
-    Args:
-        settings: values by name. Unknown names are returned too.
-        names: the names that are served.
-        kind: the table of the file.
+    """Return the settings without unserved names. `names` are served.
 
     Raises:
-        InvalidRequest: an unserved name has a value that would change something. The message has a
-            suggestion.
+        InvalidRequest: an unserved name has a value that would change something.
     """
     rows = unserved(kind) if settings.keys() - set(names) else {}
     for name, value in settings.items():
@@ -104,14 +88,10 @@ def served(
 
 
 def check_fields(fields: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Return the names of a request's unknown fields, neither in `names` nor in `compat.toml`.
-
-    Args:
-        fields: values of the request's fields by name.
-        names: the fields that are served.
+    """Return the fields of a request that are neither in `names` nor in the file.
 
     Raises:
-        InvalidRequest: a field is not served and has a value that would change something.
+        InvalidRequest: names the first row of the file whose value in `fields` is not neutral.
     """
     others = fields.keys() - set(names)
     rows = unserved(FIELDS) if others else {}
@@ -123,11 +103,7 @@ def check_fields(fields: Mapping[str, Any], names: Collection[str]) -> list[str]
 
 @cache
 def endpoint_fields(endpoint: str) -> dict[str, tuple[Any, ...]]:
-    """Return the fields that `compat.toml` lists as not served by an endpoint, with neutral values.
-
-    Args:
-        endpoint: name of the endpoint. Other endpoints serve these fields.
-    """
+    """Return the fields that only other endpoints serve, each with its neutral values."""
     rows = table()["endpoint_fields"].items()
     return {name: (None, *row["neutral"]) for name, row in rows if endpoint in row["endpoints"]}
 
@@ -135,15 +111,10 @@ def endpoint_fields(endpoint: str) -> dict[str, tuple[Any, ...]]:
 def refuse_unsupported(
     fields: Mapping[Any, Any], unsupported: Mapping[str, tuple[Any, ...]], by: str = ""
 ) -> None:
-    """Check that the fields that an endpoint does not serve have neutral values.
-
-    Args:
-        fields: values of the request's fields by name.
-        unsupported: neutral values of each field that is not served.
-        by: end of the message, such as a mention of the endpoint.
+    """Check that fields which an endpoint does not serve have neutral values.
 
     Raises:
-        InvalidRequest: names the first field, in alphabetical order, with another value.
+        InvalidRequest: names the first other one in the alphabet. The message ends with `by`.
     """
     for name in sorted(fields.keys() & unsupported.keys()):
         if not is_neutral(fields[name], unsupported[name]):
@@ -151,10 +122,7 @@ def refuse_unsupported(
 
 
 class UnservedRoute(NamedTuple):
-    """An HTTP route of another server that jaxserve does not serve, with a suggestion.
-
-    Its path may end with a parameter in braces. `{name:path}` also matches slashes.
-    """
+    """A route that is not served. Its path may end with a parameter in braces."""
 
     path: str
     methods: list[str]
@@ -162,7 +130,7 @@ class UnservedRoute(NamedTuple):
     instead: str
 
     def matches(self, path: str) -> bool:
-        """Return whether the path of an HTTP request belongs to this route."""
+        """Return whether the path of a request is one of this route."""
         start, _, parameter = self.path.partition("{")
         if not parameter or not path.startswith(start):
             return path == self.path
@@ -171,7 +139,7 @@ class UnservedRoute(NamedTuple):
 
 @cache
 def unserved_routes() -> tuple[UnservedRoute, ...]:
-    """Return all HTTP routes in `compat.toml` that are not served, in the order of the file."""
+    """Return all routes of the file, in its order."""
     return tuple(
         UnservedRoute(path, row["methods"], row["api"], row["instead"])
         for row in table()["routes"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,6 +32,7 @@ from jaxserve.server.api import (
 from jaxserve.server.api.batch_service import BatchService, InnerClient
 from jaxserve.server.api.endpoint_request import Notices
 from jaxserve.server.api.streaming import error_response, json_response
+from jaxserve.server.http.early_refusals import EarlyRefusals
 from jaxserve.server.http.guard import FILES, Guard
 from jaxserve.server.http.head_checks import HeadChecks
 from jaxserve.server.kept.batches import Batches
@@ -38,8 +40,8 @@ from jaxserve.server.kept.conversation_store import ConversationStore
 from jaxserve.server.kept.files import FileStore
 from jaxserve.server.kept.response_store import ResponseStore
 from jaxserve.server.schema.errors import ApiError
-from jaxserve.server.served.admission import Lifecycle
-from jaxserve.server.served.models import Models
+from jaxserve.server.served.admission import Admission, Lifecycle, Place
+from jaxserve.server.served.models import NO_LIMIT, Models
 from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.compat import UnservedRoute, unserved_routes
 
@@ -201,6 +203,9 @@ class App:
         open_paths: paths that need no API key, besides the paths of the health checks.
         files: the store of uploaded files, or None if the server has no folder for files. Batches
             need it.
+
+    Attributes:
+        early_refusals: refuses requests to a full queue before connections parse them.
     """
 
     def __init__(
@@ -222,6 +227,15 @@ class App:
         )
         self.responses, self.conversations = ResponseStore(*bounds), ConversationStore(*bounds)
         checks = HeadChecks(config, open_paths)
+        drawing = [*_DRAWING, *(alias for alias, path in _ALIASES.items() if path in _DRAWING)]
+        self.early_refusals = EarlyRefusals(
+            config,
+            checks,
+            drawing,
+            self._count_free,
+            partial(self.check_room, is_new=True),
+            self._take_place,
+        )
         door = Middleware(
             Guard,
             config=config,
@@ -255,11 +269,28 @@ class App:
             client = InnerClient(self.asgi, config, is_behind=True)
             self.batches = Batches(files, BatchService(models, client))
 
-    def check_room(self, path: str) -> None:
+    def _early_queue(self) -> Admission | None:
+        # The queue of the only model. With several models the body names the queue.
+        models = self.models.all
+        return models[0].admission if len(models) == 1 and not self.lifecycle.is_draining else None
+
+    def _count_free(self) -> int:
+        queue = self._early_queue()
+        return NO_LIMIT if queue is None else queue.num_free
+
+    def _take_place(self) -> Place | None:
+        queue = self._early_queue()
+        return None if queue is None else Place(queue)
+
+    def check_room(self, path: str, *, is_new: bool = False) -> None:
         """Check that a request to a path can be admitted, by the path alone.
 
         Only paths whose requests generate tokens are checked. If the server has several models, the
         queue is checked later, since the body names the model.
+
+        Args:
+            path: path of the request, without the root path.
+            is_new: whether the queue's places for requests that are being read count as taken.
 
         Raises:
             ApiError: 503, the server is stopping.
@@ -270,7 +301,7 @@ class App:
         if self.lifecycle.is_draining:
             raise ApiError(503, "the server is stopping", code="shutting_down")
         if len(self.models.all) == 1:
-            self.models.all[0].admission.check(1, 1)
+            self.models.all[0].admission.check(1, 1, is_new=is_new)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

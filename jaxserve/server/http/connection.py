@@ -14,9 +14,12 @@ import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from jaxserve.server.http.early_refusals import EarlyRefusals
 from jaxserve.server.http.guard import FILES, FORM_BYTES
 from jaxserve.server.http.head_checks import MAX_HEADER_BYTES
+from jaxserve.server.http.refused_clients import Refuser
 from jaxserve.server.schema.errors import ApiError, too_many_connections
+from jaxserve.server.served.admission import Place
 from jaxserve.server.settings import ServerConfig
 
 # The least average size of the chunks of a body, after the first FREE_PIECES chunks. Parsing tiny
@@ -139,9 +142,23 @@ class Connection(H11Protocol):
     Args:
         limits: the server's settings, with `max_connections` that fit the limit of open files.
         crowd: the connections beyond `max_connections`, which this one may join.
+        refusals: refuses requests to a full queue before they are parsed.
+        received: bytes that were read from the socket before this connection was made.
+        place: the place in the queue of the request at the start of `received`, or None.
+        unsent: bytes of earlier responses to send first.
     """
 
-    def __init__(self, *, limits: ServerConfig, crowd: Crowd, **named: Any) -> None:
+    def __init__(
+        self,
+        *,
+        limits: ServerConfig,
+        crowd: Crowd,
+        refusals: EarlyRefusals,
+        received: bytes = b"",
+        place: Place | None = None,
+        unsent: bytes = b"",
+        **named: Any,
+    ) -> None:
         super().__init__(**named)
         form = 0 if limits.files_dir is None else limits.max_file_bytes + FORM_BYTES
         self.conn = HttpParser(limits.max_body_bytes, max(limits.max_body_bytes, form))
@@ -149,6 +166,9 @@ class Connection(H11Protocol):
         self._crowd = crowd
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._refusals = refusals
+        self._refuser: Refuser | None = None  # made by the first refusal
+        self._received, self._place, self._unsent = received, place, unsent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -161,6 +181,10 @@ class Connection(H11Protocol):
         if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
         self._watch_header()
+        if self._unsent:
+            transport.write(self._unsent)
+        if self._received:
+            self.data_received(self._received)
 
     def refuse(self) -> None:
         """Close this surplus connection, after a 503 error unless an answer is being sent."""
@@ -176,13 +200,58 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        if self.conn.their_state is h11.IDLE:
+        is_next = self.conn.their_state is h11.IDLE
+        if is_next:
+            self._leave_place()  # taken again below, unless other requests have all places
+        if self._refuser is not None or self._refusals.is_full():
+            data = self._refuse_early(data)
+            if not data:
+                return
+        if is_next:
+            self._place = self._refusals.reserve(data)
             head = data.partition(b"\r\n\r\n")[0]
             if b"\r\n " in head or b"\r\n\t" in head:
                 self.send_400_response("A header is folded over several lines.")
                 return
         super().data_received(data)
         self._watch_header()
+
+    def _refuse_early(self, data: bytes) -> bytes:
+        if self._refuser is None:
+            self._refuser = Refuser(self._refusals, self._limits, self.loop)
+        return self._refuser.feed(self, data, self.server_state.default_headers)
+
+    def _leave_place(self) -> None:
+        if self._place is not None:
+            self._place.leave()
+
+    def can_answer(self) -> bool:
+        """Return whether a refusal can be sent on this connection now.
+
+        It can if no other request is being read or answered, no sent bytes are waiting, and the
+        connection is neither closing nor beyond the limit.
+        """
+        parser, cycle = self.conn, self.cycle
+        return (
+            parser.their_state is h11.IDLE
+            and parser.our_state is h11.IDLE
+            and not parser.trailing_data[0]
+            and (cycle is None or cycle.response_complete)
+            and not self.flow.write_paused
+            and not self.transport.is_closing()
+            and self not in self._crowd
+        )
+
+    def send_early(self, answer: bytes) -> None:
+        """Send the bytes of a refusal of a request that was not parsed, and count the request."""
+        self.transport.write(answer)
+        self.server_state.total_requests += 1
+        self._unset_keepalive_if_required()
+        self._stop("_header_timer")
+
+    def end(self) -> None:
+        """Close the connection after the responses that were sent."""
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -197,6 +266,7 @@ class Connection(H11Protocol):
         if scope["http_version"] == "1.1":
             scope["jaxserve.write"] = self._write_event  # type: ignore[typeddict-unknown-key]
             scope["jaxserve.joined"] = self._joined  # type: ignore[typeddict-unknown-key]
+        scope["jaxserve.place"] = self._place  # type: ignore[typeddict-unknown-key]
         if self in self._crowd:
             scope["jaxserve.crowded"] = True  # type: ignore[typeddict-unknown-key]
 
@@ -261,8 +331,11 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._crowd.discard(self)
+        self._leave_place()
         self._stop("_header_timer")
         self._stop("_write_timer")
+        if self._refuser is not None:
+            self._refuser.clear()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 

@@ -10,15 +10,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Any
 
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.errors import JaxserveError, Overloaded
+from jaxserve.errors import JaxserveError
 from jaxserve.server.api.streaming import ClientGone, error_response
 from jaxserve.server.http import head_checks
 from jaxserve.server.schema.errors import ApiError, as_api_error, too_many_connections
-from jaxserve.server.served.admission import Lifecycle
+from jaxserve.server.served.admission import Lifecycle, Place
 from jaxserve.server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class Guard:
     the API key, or None if the path needs no key. `jaxserve.request_id` is the id of the request,
     which every answer carries. `jaxserve.renamed` is an empty dict, which endpoints fill with the
     names of fields for error messages. It reads the entry `jaxserve.crowded` of connections over
-    the limit.
+    the limit, and gives back `jaxserve.place`, the request's place in the queue, after the body has
+    been read.
 
     Args:
         app: the application to call.
@@ -65,8 +67,6 @@ class Guard:
         self._lifecycle = lifecycle
         self._check_room = check_room
         self._reads_no_body = reads_no_body
-        # The last message of a full queue with its answer, so that most refusals encode nothing.
-        self._full: tuple[str, Response] = ("", Response())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -100,6 +100,7 @@ class Guard:
                 if scope["method"] == "POST":
                     body = await self._take_body(scope, headers, receive)
                 scope["jaxserve.body"] = body
+            _leave_place(scope)
             await self._app(scope, receive, answer.send)
         except ClientGone:
             return
@@ -109,21 +110,13 @@ class Guard:
                 raise
             error = ApiError(503, "the server is stopping", code="shutting_down")
             await error_response(error)(scope, receive, answer.send)
-        except Overloaded as error:
-            if not answer.is_started:
-                await _refuse(self._queue_full(error), scope, receive, answer.send)
         except Exception as error:
             if not isinstance(error, ApiError | JaxserveError):
                 _log.error("a request failed: %s %s", scope["method"], type(error), exc_info=error)
             if not answer.is_started:
-                response = error_response(as_api_error(error, renamed))
-                await _refuse(response, scope, receive, answer.send)
-
-    def _queue_full(self, error: Overloaded) -> Response:
-        message = str(error)
-        if message != self._full[0]:
-            self._full = message, error_response(as_api_error(error))
-        return self._full[1]
+                await _refuse(as_api_error(error, renamed), scope, receive, answer.send)
+        finally:
+            _leave_place(scope)
 
     async def _take_body(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
@@ -175,6 +168,12 @@ class Guard:
             ) from None
 
 
+def _leave_place(scope: Scope) -> None:
+    place: Place | None = scope.get("jaxserve.place")
+    if place is not None:
+        place.leave()
+
+
 class _Answer:
     """Sender of one HTTP answer, which sends the head together with the first part of the body.
 
@@ -206,22 +205,21 @@ class _Answer:
             await self._send(message)
 
 
-async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Send an error response. If the request's body is unread, read it for LINGER_SECONDS.
 
     The connection closes after an unread body. A client that is still sending would otherwise get a
     reset connection instead of the error.
     """
-    unread = response.status_code in (408, 413) or "jaxserve.body" not in scope
+    response: Any = error_response(error)
+    unread = error.status in (408, 413) or "jaxserve.body" not in scope
     if not unread:
         await response(scope, receive, send)
         return
+    response.headers["connection"] = "close"
 
     async def hold_open(message: Message) -> None:
-        if "body" in message:
-            await send({**message, "more_body": True})
-        else:
-            await send({**message, "headers": [*message["headers"], (b"connection", b"close")]})
+        await send({**message, "more_body": True} if "body" in message else message)
 
     await response(scope, receive, hold_open)
     try:

@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,35 @@ from typing import Any
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.settings import ServerConfig
 
+# Sockets taken over before the event loop does other work. An iteration of the loop may take 60 ms
+# beside an engine. With 32 sockets in each, refusals waited for seconds.
+_TAKEN_AT_ONCE = 256
 
-def bind(host: str, port: int) -> socket.socket:
+
+class Listener(socket.socket):
+    """Listening socket that offers each accepted socket to a function before uvicorn gets it.
+
+    Attributes:
+        take: called with each accepted socket. Returns True if it serves the socket itself. None
+            leaves all sockets to uvicorn.
+    """
+
+    take: Callable[[socket.socket], bool] | None = None
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept sockets until `take` leaves one, and return this one with its client's address.
+
+        Raises:
+            BlockingIOError: no socket is waiting, or `take` has taken 256 sockets.
+        """
+        for _ in range(_TAKEN_AT_ONCE):
+            client, address = super().accept()
+            if self.take is None or not self.take(client):
+                return client, address
+        raise BlockingIOError
+
+
+def bind(host: str, port: int) -> Listener:
     """Return a TCP socket bound to a host and port. Connections are refused until it listens.
 
     Port 0 takes a free port.
@@ -32,7 +59,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener = stack.enter_context(Listener(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
@@ -53,7 +80,7 @@ def allow_reuse(listener: socket.socket) -> None:
 
 
 @contextmanager
-def bind_path(path: str) -> Iterator[socket.socket]:
+def bind_path(path: str) -> Iterator[Listener]:
     """Context manager that yields a bound Unix domain socket, and finally deletes its file.
 
     The file of a server that has ended is replaced. A lock file beside it marks a server that has
@@ -64,7 +91,7 @@ def bind_path(path: str) -> Iterator[socket.socket]:
             created.
     """
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener = stack.enter_context(Listener(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             stack.enter_context(_locked(path + ".lock"))
             with suppress(FileNotFoundError):

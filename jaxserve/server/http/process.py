@@ -7,6 +7,7 @@ import errno
 import logging
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -16,7 +17,8 @@ import uvicorn
 
 from jaxserve.server.http.app import App
 from jaxserve.server.http.connection import Connection, Crowd
-from jaxserve.server.http.listener import Room, allow_reuse, make_room, uvicorn_options
+from jaxserve.server.http.listener import Listener, Room, allow_reuse, make_room, uvicorn_options
+from jaxserve.server.http.refused_clients import RefusedClients
 from jaxserve.server.schema.errors import ApiError
 
 _log = logging.getLogger(__name__)
@@ -47,7 +49,12 @@ class Process(uvicorn.Server):
                 app.asgi,
                 host=limits.host,
                 port=limits.port,
-                http=partial(Connection, limits=limits, crowd=Crowd(room.beyond)),  # type: ignore[arg-type]
+                http=partial(  # type: ignore[arg-type]
+                    Connection,
+                    limits=limits,
+                    crowd=Crowd(room.beyond),
+                    refusals=app.early_refusals,
+                ),
                 backlog=room.beyond,
                 ws="none",
                 loop="asyncio",
@@ -62,6 +69,7 @@ class Process(uvicorn.Server):
         )
         self.status = 0  # exit status of the process, valid after `serve` has returned
         self._served = app
+        self._limits = limits
         self._num_signals = 0
         self._deadline = 0.0
         self._is_first_tick = True
@@ -82,11 +90,32 @@ class Process(uvicorn.Server):
             loop.create_server = partial(loop.create_server, **limits)  # type: ignore[method-assign]
         for listener in sockets or []:
             allow_reuse(listener)
+        self._refuse_early(sockets or [])
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(_QUEUE)
         if self._served.batches is not None:
             self._served.batches.start()
+
+    def _refuse_early(self, listeners: Iterable[socket.socket]) -> None:
+        # Clients of a full queue are refused before they have a connection. With TLS a connection
+        # is needed for the handshake.
+        if self.config.ssl is not None:
+            return
+        make_connection = partial(
+            self.config.http_protocol_class,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        refusals = self._served.early_refusals
+        clients = RefusedClients(refusals, self._limits, self.server_state, make_connection)
+        for listener in listeners:
+            if isinstance(listener, Listener):
+                if listener.family != socket.AF_UNIX:  # accepted sockets inherit it
+                    size = self._limits.send_buffer_bytes
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+                listener.take = clients.take
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # At the limit of open files, close idle connections. Asyncio pauses accepting for a second.

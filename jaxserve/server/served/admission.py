@@ -40,6 +40,7 @@ class Admission:
         self.max_queued = max_queued  # maximum number of further completions that wait
         self.max_prompt_tokens = max_prompt_tokens
         self.num_live = 0  # number of running and waiting completions
+        self.num_coming = 0  # number of requests with a `Place`, which are being read
         self.num_prompt_tokens = 0  # number of prompt tokens that wait to be computed
         # Number of refused requests by limit, under vLLM's names.
         self.refusals = {COMPLETIONS: 0, PROMPT_TOKENS: 0}
@@ -54,7 +55,19 @@ class Admission:
         """Return whether the model's queue would refuse a request with a single completion."""
         return self.num_live >= self.num_slots + self.max_queued
 
-    def check(self, completions: int, prompt_tokens: int = 0) -> None:
+    @property
+    def num_free(self) -> int:
+        """Number of free places in the queue, for requests with one completion and prompt token.
+
+        Requests that are being read have taken theirs. It is 0 if the limit on waiting prompt
+        tokens is reached.
+        """
+        waiting = self.num_prompt_tokens
+        if waiting > 0 and waiting >= self.max_prompt_tokens:
+            return 0
+        return max(0, self.num_slots + self.max_queued - self.num_live - self.num_coming)
+
+    def check(self, completions: int, prompt_tokens: int = 0, *, is_new: bool = False) -> None:
         """Check that the model's queue has room for a request. The request is not counted.
 
         A refusal is counted. A prompt larger than the limit on prompt tokens is admitted if no
@@ -63,15 +76,18 @@ class Admission:
         Args:
             completions: number of the request's completions.
             prompt_tokens: number of its prompt tokens, counted for each completion.
+            is_new: whether the request has no `Place`, so that the places of other requests count
+                as taken.
 
         Raises:
             Overloaded: the number of completions or of waiting prompt tokens would exceed its
                 limit.
         """
         most = self.num_slots + self.max_queued
-        if self.num_live + completions > most:
+        taken = self.num_live + (self.num_coming if is_new else 0)
+        if taken + completions > most:
             self.refusals[COMPLETIONS] += 1
-            raise Overloaded(f"{self.num_live} completions are being served or waiting, of {most}")
+            raise Overloaded(f"{taken} completions are being served or waiting, of {most}")
         # A prompt larger than the limit is admitted if no other prompt waits.
         waiting = self.num_prompt_tokens
         if waiting and waiting + prompt_tokens > self.max_prompt_tokens:
@@ -79,6 +95,30 @@ class Admission:
             raise Overloaded(
                 f"{waiting} prompt tokens are waiting to be computed, of {self.max_prompt_tokens}"
             )
+
+
+class Place:
+    """Reserved place in a queue for a request whose body is being read.
+
+    Creating it adds 1 to the queue's `num_coming`. Without places, all requests that arrive while
+    one place is free would be parsed and routed, and then refused.
+
+    Args:
+        admission: the queue.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission: Admission | None = admission
+        admission.num_coming += 1
+
+    def leave(self) -> None:
+        """Return the place to the queue. Further calls have no effect.
+
+        The request has been read, so that its completions are counted next, or it has ended.
+        """
+        if self._admission is not None:
+            self._admission.num_coming -= 1
+            self._admission = None
 
 
 def make_admission(engine: EngineConfig, server: ServerConfig) -> Admission:

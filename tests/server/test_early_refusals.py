@@ -1,4 +1,4 @@
-"""Requests to a full queue: their answers, and the connections after them."""
+"""Requests to a full queue: refusals before the HTTP parser, and the connections after them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import Overloaded
-from jaxserve.server.api.streaming import error_response
+from jaxserve.server.http import early_refusals
 from jaxserve.server.http.app import App
 from jaxserve.server.http.connection import Connection
 from jaxserve.server.http.listener import bind, bind_path
 from jaxserve.server.http.process import Process
+from jaxserve.server.http.refused_clients import RefusedClient
 from jaxserve.server.schema.errors import ApiError
 from tests.server.conftest import Certificates
 from tests.support.live_server import read_all
@@ -30,6 +31,9 @@ SIZED = b"content-length: %d\r\n" % len(BODY)
 JSON_BODY = b"content-type: application/json\r\n" + SIZED
 KEYED = JSON_BODY + b"x-api-key: key\r\n"
 SECONDS = 10.0
+# Where requests to a full queue are refused.
+ON_SOCKET, ON_CONNECTION, IN_APPLICATION = "on the socket", "on a connection", "in the application"
+WAYS = (ON_SOCKET, ON_CONNECTION, IN_APPLICATION)
 
 
 def post(
@@ -45,7 +49,16 @@ class Serving(Process):
         super().__init__(app)
         self.app = app
         self.admission = app.models.all[0].admission
+        self.early: list[bytes] = []
         self.loop: asyncio.AbstractEventLoop
+        find = app.early_refusals.find
+
+        def note(data: bytes, more_headers: Any) -> Any:
+            refusal = find(data, more_headers)
+            self.early += [data] if refusal is not None else []
+            return refusal
+
+        app.early_refusals.find = note
         self.fill()
 
     def fill(self) -> None:
@@ -56,6 +69,10 @@ class Serving(Process):
 
     def kinds(self) -> list[type]:
         return [type(connection) for connection in list(self.server_state.connections)]
+
+    def peers(self) -> list[Any]:
+        members = list(self.server_state.connections)
+        return [member.client for member in members if isinstance(member, Connection)]
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -111,10 +128,19 @@ def connect(address: Any, family: int = socket.AF_INET) -> socket.socket:
 
 
 @contextmanager
-def sent(address: Any, data: bytes) -> Iterator[socket.socket]:
-    """Yield a connection that has sent `data`."""
-    with connect(address) as client:
+def sent(server: Serving, address: Any, data: bytes, way: str) -> Iterator[socket.socket]:
+    """Yield a connection that has sent `data` before it was accepted, or after, by `way`."""
+    if way == IN_APPLICATION:
+        server.app.early_refusals.is_full = lambda: False
+    if way == ON_SOCKET:
+        with server.stopped():
+            client = connect(address)
+            client.sendall(data)
+    else:
+        client = connect(address)
+        server.wait_for(lambda: client.getsockname() in server.peers())
         client.sendall(data)
+    with client:
         yield client
 
 
@@ -200,6 +226,19 @@ CASES = {
     "health": (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", 200),
     "metrics": (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-api-key: key\r\n\r\n", 200),
 }
+# Requests with unusual heads, which are refused by the application.
+UNUSUAL = (
+    "another connection header",
+    "two lengths",
+    "a page's origin",
+    "chunked",
+    "no length",
+    "HTTP/1.0",
+    "an absolute target",
+    "a control character",
+    "lines that end otherwise",
+    "too large",
+)
 # Refusals after which the connection is closed: the body is unread, or the client wants it.
 CLOSED = ("the client ends it", "chunked", "no length", "HTTP/1.0", "too large", "large")
 
@@ -212,39 +251,59 @@ def make(make_app: Callable[..., App]) -> Callable[..., App]:
     return make
 
 
-def test_a_full_queue_refuses_whatever_the_body(make: Callable[..., App]) -> None:
-    """Status, headers, body, the count, and whether the connection stays."""
+@pytest.mark.parametrize("way", [ON_SOCKET, ON_CONNECTION])
+def test_an_early_refusal_is_that_of_the_application(make: Callable[..., App], way: str) -> None:
+    """Early refusals equal the application's in status, headers, body, counts and connection."""
     app = make(root_path="/llm", allowed_origins=("http://app.example",))
+    is_full = app.early_refusals.is_full
     with bind("127.0.0.1", 0) as listener, serving(app, listener) as server:
+        address = listener.getsockname()
         for name, (data, status) in CASES.items():
-            refused = server.admission.num_refused
-            with sent(listener.getsockname(), data) as client:
-                found, headers, body = read_answer(client)
-                assert found == status, (name, found, body)
-                assert server.admission.num_refused - refused == (status == 429), name
-                if status != 429:
-                    continue
-                error = json.loads(body)["error"]
-                assert error["code"] == "queue_full" and headers["retry-after"] == "1", name
-                assert "completions are being served or waiting" in error["message"]
-                assert headers["x-request-id"] == (5 if b"X-Request-ID" in data else 32)
-                stays = name not in CLOSED
-                assert (headers.get("connection") != "close") == stays, name
-                assert is_open(client) == stays, name
+            is_early = status == 429 and name not in UNUSUAL
+            seen = []
+            for look in (is_full, lambda: False):
+                app.early_refusals.is_full = look
+                server.early.clear()
+                refused = server.admission.num_refused
+                with sent(server, address, data, way) as client:
+                    answer = read_answer(client)
+                    assert answer[0] == status, (name, answer)
+                    assert server.admission.num_refused - refused == (status == 429), name
+                    seen.append((answer, is_open(client)))
+                assert len(server.early) == (is_early and look is is_full), name
+            assert seen[0] == seen[1], (name, seen)
+            if status == 429:
+                check_refusal(name, data, *seen[0])
 
 
-def test_a_connection_stays_for_the_next_request(make: Callable[..., App]) -> None:
+def check_refusal(
+    name: str, data: bytes, answer: tuple[int, dict[str, Any], bytes], stays: bool
+) -> None:
+    _, headers, body = answer
+    error = json.loads(body)["error"]
+    assert error["code"] == "queue_full" and headers["retry-after"] == "1", name
+    assert "completions are being served or waiting" in error["message"]
+    assert headers["x-request-id"] == (5 if b"X-Request-ID" in data else 32)
+    assert (headers.get("connection") != "close") == stays == (name not in CLOSED), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_connection_stays_for_the_next_request(make: Callable[..., App], way: str) -> None:
     """Sends requests whole, in two parts, and two at once, to a full and to an empty queue."""
-    data = post() + BODY
+    data, is_early = post() + BODY, way != IN_APPLICATION
     with bind("127.0.0.1", 0) as listener, ExitStack() as leave:
         server = leave.enter_context(serving(make(), listener))
-        with sent(listener.getsockname(), data) as client:
+        with sent(server, listener.getsockname(), data, way) as client:
             assert read_answer(client)[0] == 429
+            kind = RefusedClient if way == ON_SOCKET else Connection
+            assert server.kinds() == [kind]
             client.sendall(post())
+            assert not is_early or read_answer(client)[0] == 429
             client.sendall(BODY + data + data + post() + BODY[:3])
             assert [read_answer(client)[0] for _ in range(3)] == [429] * 3
             client.sendall(BODY[3:] + data)
-            assert [read_answer(client)[0] for _ in range(2)] == [429] * 2
+            assert [read_answer(client)[0] for _ in range(2 - is_early)] == [429] * (2 - is_early)
+            assert server.kinds() == [kind] and len(server.early) == 6 * is_early
             assert is_open(client)
             read_all_ready(client)
             server.empty()
@@ -253,30 +312,40 @@ def test_a_connection_stays_for_the_next_request(make: Callable[..., App]) -> No
             server.fill()
             client.sendall(data)
             assert read_answer(client)[0] == 429
-            assert server.kinds() == [Connection]
+            assert server.kinds() == [Connection] and len(server.early) == 7 * is_early
 
 
-def test_no_more_are_admitted_than_the_queue_holds(make: Callable[..., App]) -> None:
-    """Twenty requests arrive at once, and one gets the last place."""
+@pytest.mark.parametrize("way", WAYS)
+def test_no_more_are_read_than_have_places(make: Callable[..., App], way: str) -> None:
+    """Twenty requests arrive at once, and one gets the last place. Early, no other is parsed."""
     app, data = make(), post() + BODY
     with bind("127.0.0.1", 0) as listener, serving(app, listener) as server, ExitStack() as leave:
         address, admission = listener.getsockname(), server.admission
         admission.num_live -= 1
-        with server.stopped():
+        if way == IN_APPLICATION:
+            app.early_refusals.is_full = lambda: False
+        clients = []
+        if way != ON_SOCKET:
             clients = [leave.enter_context(connect(address)) for _ in range(20)]
-            for client in clients:
-                client.sendall(data)
+            server.wait_for(lambda: server.kinds() == [Connection] * 20)
+        with server.stopped():
+            for number in range(20):
+                if way == ON_SOCKET:
+                    clients.append(leave.enter_context(connect(address)))
+                clients[number].sendall(data)
         assert sorted(read_answer(client)[0] for client in clients) == [200] + [429] * 19
+        assert len(server.early) == (0 if way == IN_APPLICATION else 19)
+        assert admission.num_coming == 0
         assert admission.num_live == admission.num_slots + admission.max_queued - 1
         # Bad bodies, incomplete ones, wrong keys and clients that leave take no place.
         for bad in (post() + b"x" * len(BODY), post() + BODY[:3], post(JSON_BODY) + BODY):
-            with sent(address, bad) as client:
+            with sent(server, address, bad, way) as client:
                 assert bad.endswith(BODY[:3]) or read_answer(client)[0] in (400, 401)
-                with sent(address, data) as good:
+                with sent(server, address, data, way) as good:
                     assert read_answer(good)[0] == 200
-        with sent(address, data):
+        with sent(server, address, data, way):
             pass
-        server.wait_for(lambda: not server.app.models.all[0].active)
+        server.wait_for(lambda: not server.app.models.all[0].active and not admission.num_coming)
 
 
 def read_all_ready(client: socket.socket) -> None:
@@ -288,16 +357,22 @@ def read_all_ready(client: socket.socket) -> None:
     client.settimeout(SECONDS)
 
 
-def test_a_late_body_gets_no_more_time(make: Callable[..., App]) -> None:
-    """A small body is read before the refusal, within the body's time. A large one is not read."""
-    app = make(body_timeout=0.4, keep_alive_timeout=SECONDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_late_body_gets_no_more_time(make: Callable[..., App], way: str) -> None:
+    """A large body is not read. A small one is read within the header's or the body's time.
+
+    Early refusals are sent before the body arrives. The application reads a small body first.
+    """
+    app = make(header_timeout=0.4, body_timeout=0.4, keep_alive_timeout=SECONDS)
     with bind("127.0.0.1", 0) as listener, serving(app, listener) as server:
         for length in (b"1000", b"8000000"):
             head = post(KEYED.replace(SIZED, b"content-length: %b\r\n" % length))
-            with sent(listener.getsockname(), head + b"x") as client:
+            with sent(server, listener.getsockname(), head + b"x", way) as client:
                 status, headers, _ = read_answer(client)
-                assert status == (408 if length == b"1000" else 429)
-                assert headers["connection"] == "close"
+                is_read_first = way == IN_APPLICATION and length == b"1000"
+                assert status == (408 if is_read_first else 429)
+                closes = is_read_first or length != b"1000"
+                assert headers.get("connection") == ("close" if closes else None)
                 with suppress(OSError):  # single bytes do not extend the deadline
                     for _ in range(100):
                         client.sendall(b"x")
@@ -306,14 +381,15 @@ def test_a_late_body_gets_no_more_time(make: Callable[..., App]) -> None:
             server.wait_for(lambda: not server.kinds())
 
 
-def test_a_client_that_reads_late_gets_every_answer(make: Callable[..., App]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_client_that_reads_late_gets_every_answer(make: Callable[..., App], way: str) -> None:
     count = 1000
     with (
         bind("127.0.0.1", 0) as listener,
         serving(make(send_buffer_bytes=4096), listener) as server,
     ):
         data = post() + BODY
-        with sent(listener.getsockname(), data) as client:
+        with sent(server, listener.getsockname(), data, way) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             rest = data * (count - 2) + data.replace(b"host:", b"connection: close\r\nhost:")
             sender = threading.Thread(target=client.sendall, args=(rest,))
@@ -324,20 +400,21 @@ def test_a_client_that_reads_late_gets_every_answer(make: Callable[..., App]) ->
         assert answers.count(b"HTTP/1.1 429 ") == count == server.admission.num_refused
 
 
-def test_idle_connections_end(make: Callable[..., App]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_idle_connections_end(make: Callable[..., App], way: str) -> None:
     """In time, by their clients, and at once where the server stops."""
     data = post() + BODY
     with bind("127.0.0.1", 0) as listener:
         address = listener.getsockname()
         with serving(make(keep_alive_timeout=0.3), listener) as server:
-            with sent(address, data) as client:
+            with sent(server, address, data, way) as client:
                 assert read_answer(client)[0] == 429 and client.recv(1) == b""
-            with sent(address, data) as client:
+            with sent(server, address, data, way) as client:
                 assert read_answer(client)[0] == 429
             server.wait_for(lambda: not server.kinds())
     with bind("127.0.0.1", 0) as listener, ExitStack() as leave:
         server = leave.enter_context(serving(make(keep_alive_timeout=SECONDS), listener))
-        client = leave.enter_context(sent(listener.getsockname(), data))
+        client = leave.enter_context(sent(server, listener.getsockname(), data, way))
         assert read_answer(client)[0] == 429
         server.handle_exit(15, None)
         assert client.recv(1) == b""
@@ -349,15 +426,15 @@ def test_refused_connections_count(make: Callable[..., App]) -> None:
     with bind("127.0.0.1", 0) as listener, serving(make(max_connections=2), listener) as server:
         address = listener.getsockname()
         with ExitStack() as leave:
-            for _ in range(2):
-                client = leave.enter_context(sent(address, data))
+            for way in (ON_SOCKET, ON_CONNECTION):
+                client = leave.enter_context(sent(server, address, data, way))
                 assert read_answer(client)[0] == 429
-            with sent(address, data) as third:
+            with sent(server, address, data, ON_SOCKET) as third:
                 status, _, body = read_answer(third)
                 assert status == 503 and b"too_many_connections" in body
         server.wait_for(lambda: not server.kinds())
-        with sent(address, data) as client:
-            assert read_answer(client)[0] == 429
+        with sent(server, address, data, ON_SOCKET) as client:
+            assert read_answer(client)[0] == 429 and server.kinds() == [RefusedClient]
 
 
 def test_sockets_of_other_kinds(
@@ -366,9 +443,12 @@ def test_sockets_of_other_kinds(
     data = post() + BODY
     path = str(tmp_path / "socket")
     with bind_path(path) as listener, serving(make(uds=path), listener) as server:
-        with connect(path, socket.AF_UNIX) as client:
+        with server.stopped():
+            client = connect(path, socket.AF_UNIX)
             client.sendall(data)
-            assert read_answer(client)[0] == 429 and is_open(client)
+        with client:
+            assert read_answer(client)[0] == 429 and server.kinds() == [RefusedClient]
+            assert is_open(client)
         assert server.admission.num_refused == 1
     app = make(ssl_certfile=str(certificates.server), ssl_keyfile=str(certificates.key))
     context = ssl.create_default_context(cafile=str(certificates.authority))
@@ -378,30 +458,37 @@ def test_sockets_of_other_kinds(
             for _ in range(2):
                 client.sendall(data)
                 assert read_answer(client)[0] == 429
-            assert server.admission.num_refused >= 2 and is_open(client)
+            assert len(server.early) == 2 == server.admission.num_refused and is_open(client)
 
 
 def test_only_a_full_queue_refuses(make: Callable[..., App]) -> None:
     """A queue is full by completions or by prompt tokens. With two models the body names one."""
     app = make()
     admission, path = app.models.all[0].admission, "/v1/completions"
+    is_full = app.early_refusals.is_full
     app.check_room(path)
+    assert not is_full()
     admission.num_prompt_tokens = admission.max_prompt_tokens
     with pytest.raises(Overloaded, match="prompt tokens"):
         app.check_room(path)
+    assert is_full()
     admission.num_prompt_tokens -= 1
     app.check_room(path)
+    assert not is_full()
     admission.num_live = admission.num_slots + admission.max_queued
     for refused in (path, "/completions", "/v1/responses", "/v1/messages", "/infill"):
         with pytest.raises(Overloaded, match="completions are being served"):
             app.check_room(refused)
     app.check_room("/tokenize")
+    assert is_full()
     app.models.all *= 2
     app.check_room(path)
+    assert not is_full()
     app.models.all.pop()
     app.lifecycle.is_draining = True
     with pytest.raises(ApiError, match="stopping"):
         app.check_room(path)
+    assert not is_full()
     admission.num_live = admission.num_prompt_tokens = 0
 
 
@@ -409,22 +496,22 @@ def test_the_answer_of_a_full_queue_is_encoded_once(
     make: Callable[..., App], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Most refusals of a queue say the same."""
-    encoded = []
+    encoded, encode = [], early_refusals._response
 
-    def count(error: ApiError) -> Any:
-        encoded.append(error.status)
-        return error_response(error)
+    def count(error: Overloaded) -> bytes:
+        encoded.append(error)
+        return encode(error)
 
-    monkeypatch.setattr("jaxserve.server.http.guard.error_response", count)
+    monkeypatch.setattr(early_refusals, "_response", count)
     data = post() + BODY
     with bind("127.0.0.1", 0) as listener, serving(make(), listener) as server:
-        seen = set()
-        with sent(listener.getsockname(), data * 3) as client:
+        address, seen = listener.getsockname(), set()
+        with sent(server, address, data * 3, ON_SOCKET) as client:
             for _ in range(3):
                 status, _, body = read_answer(client)
                 seen.add((status, body))
-        assert encoded == [429] and len(seen) == 1
+        assert len(encoded) == 1 and len(seen) == 1 and seen.pop()[0] == 429
         server.admission.max_queued -= 1
-        with sent(listener.getsockname(), data) as client:
-            assert read_answer(client)[2] not in seen
-        assert encoded == [429, 429]
+        with sent(server, address, data, ON_SOCKET) as client:
+            assert read_answer(client)[2] != body
+        assert len(encoded) == 2
