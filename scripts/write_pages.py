@@ -77,8 +77,7 @@ ROW_KERNELS = {
     "draw of tokens (min_p, top_k, top_p)": "draw",
     "activation of a gated MLP": "gated",
     "sums of rows, softmax, sigmoid": "row_sums",
-    "causal convolution with a state": "causal_conv",
-    "gated delta rule, Mamba-2": "recurrence",
+    "gated delta rule and Mamba-2; convolutions: `cpu/causal_conv.py`": "recurrence",
 }
 """Operations over rows whose CPU kernel lies in the module of that name. Others use XLA."""
 

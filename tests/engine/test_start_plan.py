@@ -133,7 +133,7 @@ def test_a_further_kind_of_memory_needs_no_change_elsewhere(
 
     columns[0] = 1 << 30
     for device in ("cpu", "H100"):
-        with pytest.raises(InvalidRequest, match=r"a step 0\.0 GiB, the recurrent state 96\.0 GiB"):
+        with pytest.raises(InvalidRequest, match=r"a step 0\.0 GiB, the carried state 96\.0 GiB"):
             plan_start(config, find_source(config), named_device(device))
 
 
