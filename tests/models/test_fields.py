@@ -230,7 +230,7 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
     "qwen3_next_one_dense": [
         *SHARED_EXPERT,
         {"mlp_only_layers": [1]},
-        {"mlp_only_layers": [], "decoder_sparse_step": 2},
+        {"mlp_only_layers": [], "decoder_sparse_step": 3},
         {"intermediate_size": 24},
         {"norm_topk_prob": False},
     ],
