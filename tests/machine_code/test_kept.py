@@ -72,9 +72,9 @@ def edit(folder: Path, file: str, old: str, new: str) -> None:
         ("gpu/triton_tile.py", "1 << (n - 1)", "1 << n", True),  # which it imports
         ("fp8_bits.py", "= 0x80, 0x7F", "= 0x80, 0x3F", True),  # as a name of the package
         ("gpu/triton_kv_write.py", "    # A NaN stays NaN, and", "    # It stays, and", False),
-        ("gpu/triton_kv_write.py", '"""Store the key and', '"""Write the key and', False),
+        ("gpu/triton_kv_write.py", "Body of the kernel: store", "Body of the kernel: write", False),
         ("gpu/triton_ragged.py", "tokens // tile", "tokens // 2", False),
-        ("ops.py", "[T,K,H] keys", "[T, K, H] keys", False),
+        ("ops.py", "k: [T,K,H] keys.", "k: [T, K, H] keys.", False),
     ],
 )
 def test_a_kernel_is_the_modules_that_it_imports(tmp_path, file, old, new, is_stale) -> None:

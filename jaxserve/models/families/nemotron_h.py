@@ -253,7 +253,8 @@ NEMOTRON_H = Family(
                     """
                     chunk_size expand mamba_chunk_size mamba_dt_init_floor mamba_dt_limit
                     mamba_dt_max mamba_expand mamba_ssm_cache_dtype mtp_hybrid_override_pattern
-                    moe_shared_expert_overlap mtp_layers_block_type num_local_experts num_logits_to_keep
+                    moe_shared_expert_overlap mtp_layers_block_type num_local_experts
+                    num_logits_to_keep
                     num_nextn_predict_layers output_router_logits partial_rotary_factor
                     rescale_prenorm_residual rope_theta time_step_floor time_step_limit
                     time_step_max use_mamba_kernels
