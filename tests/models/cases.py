@@ -62,7 +62,6 @@ DELTA = {
         "rope_type": "default",
         "rope_theta": 500.0,
         "partial_rotary_factor": 0.25,
-        "mrope_section": [1, 1, 0],
     },
 }
 SHARED_EXPERT = {
