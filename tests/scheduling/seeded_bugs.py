@@ -16,6 +16,7 @@ from tests.scheduling.seeded_pool_bugs import (
     WAITING,
     Bug,
 )
+from tests.scheduling.seeded_state_bugs import STATE_BUGS
 
 SCHEDULE_BUGS = (
     Bug(
@@ -444,4 +445,4 @@ OTHER_BUGS = (
     ),
 )
 
-BUGS = (*POOL_BUGS, *SCHEDULE_BUGS, *COMMIT_BUGS, *TABLE_BUGS, *OTHER_BUGS)
+BUGS = (*POOL_BUGS, *STATE_BUGS, *SCHEDULE_BUGS, *COMMIT_BUGS, *TABLE_BUGS, *OTHER_BUGS)

@@ -32,7 +32,7 @@ WAITING = "jaxserve/scheduling/waiting.py"
 STATIC = "scripts/lib/static_scheduler.py"
 BATCH = "jaxserve/execution/batch.py"
 PAGE_TABLE = "jaxserve/execution/page_table.py"
-EVENTS = "jaxserve/engine/event_publisher.py"
+EVENTS = "jaxserve/engine/kv_events.py"
 
 POOL_BUGS = (
     Bug(
