@@ -346,7 +346,7 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
     )
     if not bench.scores_on_host:
         config = replace(config, logprobs_mode="raw_logprobs")
-    snapshots = rng.choice([0, 1, 3, DEVICE_SNAPSHOTS])
+    snapshots = random.Random(seed).choice([0, 1, 3, DEVICE_SNAPSHOTS])
 
     def scheduler(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Scheduler:
         slots.num_snapshots = min(slots.num_snapshots, snapshots)

@@ -167,6 +167,7 @@ def repeated(batch: StepBatch[Any], row: int) -> StepBatch[Any]:
         field.name: jnp.repeat(getattr(batch, field.name)[row : row + 1], TRIES, axis=0)
         for field in dataclasses.fields(batch)
         if field.name not in ("tokens", "positions", "row_of_token", "targets", "query_start")
+        and getattr(batch, field.name) is not None
         and getattr(batch, field.name).ndim > 0
     }
     return dataclasses.replace(batch, **own)
