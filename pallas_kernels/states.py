@@ -7,15 +7,22 @@ within its tokens to a third place, from which later sequences with the same pre
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import reference
-from pallas_kernels.implementation import deferred, has_llvm
-from pallas_kernels.state_arguments import ConvOptions, DeltaOptions, Mamba2Options, StateRows
+from pallas_kernels.devices import target_device
+from pallas_kernels.implementation import choose, kernel
+from pallas_kernels.state_arguments import (
+    ConvOptions,
+    DeltaOptions,
+    Mamba2Options,
+    StateCase,
+    StateRows,
+)
 
-_causal_conv = deferred("pallas_kernels.cpu.causal_conv", "causal_conv")
-_recurrence = deferred("pallas_kernels.cpu.recurrence", "recurrence")
 NO_CONV_OPTIONS = ConvOptions()
 STATE_DTYPES = (jnp.float32, jnp.float64)
 
@@ -27,6 +34,8 @@ def causal_conv(
     bias: jax.Array | None,
     rows: StateRows,
     options: ConvOptions = NO_CONV_OPTIONS,
+    *,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Convolve each channel over a row's tokens and the inputs that its state holds.
 
@@ -38,14 +47,14 @@ def causal_conv(
         bias: [C] or None.
         rows: tokens and places of each row.
         options: of the convolution.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,C] of x's dtype, zeros for padding, and the new states. The computation is in the dtype
         of the states.
     """
-    if _has_kernel(x, states):
-        return _causal_conv(x, states, weight, bias, rows, options)
-    return reference.causal_conv(x, states, weight, bias, rows, options)
+    run = _chosen("causal_conv", x, states, len(weight), implementation)
+    return run(x, states, weight, bias, rows, options)
 
 
 def gated_delta(
@@ -55,6 +64,8 @@ def gated_delta(
     constants: jax.Array,
     rows: StateRows,
     options: DeltaOptions,
+    *,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the gated delta rule (Yang et al. 2024) to each head of each row, token by token.
 
@@ -67,14 +78,14 @@ def gated_delta(
             softplus.
         rows: tokens and places of each row.
         options: sizes.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
         computation is in the dtype of the states.
     """
-    if _has_kernel(mixed, states):
-        return _recurrence(mixed, gates, states, constants, rows, options)
-    return reference.gated_delta(mixed, gates, states, constants, rows, options)
+    run = _chosen("gated_delta", mixed, states, options.inputs, implementation)
+    return run(mixed, gates, states, constants, rows, options)
 
 
 def mamba2(
@@ -84,6 +95,8 @@ def mamba2(
     constants: jax.Array,
     rows: StateRows,
     options: Mamba2Options,
+    *,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence of Mamba-2 (Dao and Gu 2024) to each head of each row.
 
@@ -95,20 +108,30 @@ def mamba2(
             sizes, and factor of the direct path.
         rows: tokens and places of each row.
         options: sizes.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
         computation is in the dtype of the states.
     """
-    if _has_kernel(mixed, states):
-        return _recurrence(mixed, steps, states, constants, rows, options)
-    return reference.mamba2(mixed, steps, states, constants, rows, options)
+    run = _chosen("mamba2", mixed, states, options.inputs, implementation)
+    return run(mixed, steps, states, constants, rows, options)
 
 
-def _has_kernel(x: jax.Array, states: jax.Array) -> bool:
+def _chosen(
+    op: str, x: jax.Array, states: jax.Array, size: int, implementation: str
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Return the implementation of an operation for tokens x and their states.
+
+    Raises:
+        ValueError: `states` has the wrong dtype, or the implementation cannot run the call.
+    """
     if states.dtype not in STATE_DTYPES:
         raise ValueError(f"states has dtype {states.dtype}; allowed: float32, float64")
     wide = jnp.promote_types(x.dtype, jnp.float32)
     if states.dtype != wide:
         raise ValueError(f"states has dtype {states.dtype}; expected {wide} with {x.dtype} inputs")
-    return has_llvm() and x.size > 0 and x.dtype != jnp.float16
+    case = StateCase(op, target_device(), jnp.dtype(x.dtype), len(x), size)
+    name = choose(implementation, case) if x.size else "xla"
+    run = kernel(op, name, case.platform)
+    return partial(run, case=case) if name.startswith("triton") else run

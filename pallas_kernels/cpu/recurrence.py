@@ -265,3 +265,6 @@ def recurrence(
         mixed, gates, states, constants, *rows
     )
     return y, states
+
+
+gated_delta = mamba2 = recurrence
