@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.gpu.triton_tile import ceil_div, power_of_two, spread
+from pallas_kernels.gpu.triton_tile import Parts, ceil_div, power_of_two, spread
 from pallas_kernels.state_arguments import DeltaOptions, Mamba2Options, StateCase, StateRows
 
 
@@ -39,24 +39,29 @@ class ChunkConfig:
     """Block sizes of the two launches. They were not timed."""
 
     block_tokens: int = 64  # a power of two from 16 on
-    columns: int = 32  # of the part of a state that a program holds, a power of two from 16 on
-    block_warps: int = 4  # of the first launch
+    columns: int = 16  # of the part of a state that a program holds, a power of two from 16 on
+    block_inputs: int = 32  # of a product of the first launch, a power of two from 16 on
+    row_inputs: int = 64  # of a product of the second launch, likewise
+    block_warps: int = 8  # of the first launch
     row_warps: int = 4  # of the second launch
-    num_stages: int = 1  # of the second launch
 
     @classmethod
     def of(cls, case: StateCase) -> ChunkConfig:
         """Return the sizes for a call, which fit the card's shared memory and spill nothing."""
         if case.product_dtype.itemsize == 4:
-            return cls(block_tokens=32, columns=16)
+            return cls(32, columns=32, row_inputs=32, block_warps=4, row_warps=8)
         return cls()
 
 
 PAST, QUERY, KEY, DECAY = range(4)
 """Factors of a token: of K S, of Q S, of its update in the state, and decay of the block."""
 FACTORS = 4
-STRONGEST = -100.0
-"""Least logarithm of a decay. Smaller ones have the same effect: e^-100 is 0 in float32."""
+STRONGEST = -30.0
+"""Least logarithm of a token's decay. e^-30 of a number vanishes beside it in float32. The bound
+keeps sums of logarithms small, whose differences are exponentiated."""
+HIGHEST, TF32 = lax.Precision.HIGHEST, lax.DotAlgorithmPreset.TF32_TF32_F32
+QUERIES, KEYS, VALUES = range(3)
+"""Parts of a token's numbers, in the order of ``RecurrenceSizes.places``."""
 LARGEST = 1e30
 
 
@@ -67,6 +72,7 @@ class ChunkSpec:
     options: DeltaOptions | Mamba2Options
     block: int  # tokens of a block, a power of two from 16 on
     columns: int  # columns of a program's part of a state, likewise
+    inputs: int  # inputs of a product, likewise
     compute_dtype: Any  # dtype of the operands of products
     interpret: bool
 
@@ -76,9 +82,9 @@ class ChunkSpec:
         return isinstance(self.options, DeltaOptions)
 
     @property
-    def inputs(self) -> int:
-        """Rows of a state in registers: the least power of two that holds them, at least 16."""
-        return max(16, power_of_two(self.options.inputs))
+    def pieces(self) -> int:
+        """Number of products that together have all inputs of a query or key."""
+        return -(-self.options.inputs // self.inputs)
 
     @property
     def parts(self) -> int:
@@ -86,42 +92,47 @@ class ChunkSpec:
         return -(-self.options.outputs // self.columns)
 
     def dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Multiply two matrices: operands of 16 bits as they are, float32 with three products."""
-        if self.compute_dtype != jnp.float32:
-            return plt.dot(a.astype(self.compute_dtype), b.astype(self.compute_dtype))
-        return plt.dot(a, b, precision=self._precision(exact=True))
+        """Multiply two matrices, whose numbers are rounded to the dtype of products."""
+        a, b = a.astype(self.compute_dtype), b.astype(self.compute_dtype)
+        return plt.dot(a, b, precision=HIGHEST if self.compute_dtype == jnp.float32 else None)
 
     def dot_of_inverse(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Multiply two float32 matrices with at least the 11 bits of TF32."""
-        return plt.dot(a, b, precision=self._precision(self.compute_dtype == jnp.float32))
+        is_exact = self.interpret or self.compute_dtype == jnp.float32
+        return plt.dot(a, b, precision=HIGHEST if is_exact else TF32)
 
-    def _precision(self, exact: bool) -> Any:
-        if self.interpret:
-            return lax.Precision.HIGHEST
-        preset = lax.DotAlgorithmPreset
-        return preset.TF32_TF32_F32_X3 if exact else preset.TF32_TF32_F32
-
-    def tokens(self, ref: Any, token: jax.Array, valid: jax.Array, part: int, first: Any) -> Any:
-        """Load numbers of the tokens of a block: [block, columns], zeros where not valid.
+    def load(
+        self,
+        ref: Any,
+        part: int,
+        head: jax.Array,
+        first: jax.Array | int,
+        token: jax.Array,
+        valid: jax.Array,
+    ) -> jax.Array:
+        """Load numbers of the tokens of a block, zeros where a token is not valid.
 
         Args:
             ref: ref of `mixed`.
+            part: QUERIES, KEYS or VALUES.
+            head: head of that part.
+            first: first number of the head to load.
             token: i32[block] tokens.
             valid: bool[block].
-            part: 0 for queries, 1 for keys, 2 for values.
-            first: head of queries and keys, or (head, first column) of values.
+
+        Returns:
+            [block,inputs] of the dtype of products, or f32[block,columns] values.
         """
-        sizes = self.options
-        if part < 2:
-            count, begin, end = self.inputs, first * sizes.inputs, sizes.inputs
-        else:
-            head, column = first
-            count, begin, end = self.columns, head * sizes.outputs + column, sizes.outputs - column
-        shape, index = (self.block, count), jnp.arange(count, dtype=jnp.int32)
-        mask = spread(valid, shape, 0) & spread(index < end, shape, 1)
-        column = spread(sizes.places[part] + begin + index, shape, 1)
+        sizes, is_value = self.options, part == VALUES
+        count, dtype = (
+            (self.columns, jnp.float32) if is_value else (self.inputs, self.compute_dtype)
+        )
+        size = sizes.outputs if is_value else sizes.inputs
+        shape, index = (self.block, count), first + jnp.arange(count, dtype=jnp.int32)
+        mask = spread(valid, shape, 0) & spread(index < size, shape, 1)
+        column = spread(sizes.places[part] + head * size + index, shape, 1)
         numbers = plt.load(ref.at[spread(token, shape, 0), column], mask=mask, other=0.0)
-        return numbers.astype(jnp.float32 if part == 2 else self.compute_dtype)
+        return numbers.astype(dtype)
 
 
 def _softplus(x: jax.Array) -> jax.Array:
@@ -143,13 +154,14 @@ def _inverse(lower: jax.Array, spec: ChunkSpec) -> jax.Array:
     row, column = spread(index, shape, 0), spread(index, shape, 1)
     highest = lax.bitwise_xor(row, column)  # whose first bit is the size of the merged blocks
     inverse = jnp.where(row == column, 1.0, 0.0) - jnp.where(highest == 1, lower, 0.0)
-    size = 2
-    while size < spec.block:
+
+    def merge(level: jax.Array, inverse: jax.Array) -> jax.Array:
+        size = lax.shift_left(jnp.int32(1), level)
         between = jnp.where((highest >= size) & (highest < 2 * size), lower, 0.0)
-        change = spec.dot_of_inverse(spec.dot_of_inverse(inverse, between), inverse)
-        inverse = inverse - change
-        size *= 2
-    return inverse
+        return inverse - spec.dot_of_inverse(spec.dot_of_inverse(inverse, between), inverse)
+
+    levels = spec.block.bit_length() - 1
+    return lax.fori_loop(jnp.int32(1), jnp.int32(levels), merge, inverse)
 
 
 def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> None:
@@ -167,8 +179,22 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
     piece = plt.load(refs["pieces"].at[token], mask=exists, other=-1)
     is_real = piece >= 0
     group = lax.div(head, jnp.int32(sizes.heads // sizes.groups))
-    query = spec.tokens(refs["mixed"], token, is_real, 0, group)
-    key = spec.tokens(refs["mixed"], token, is_real, 1, group)
+
+    def add_products(nth: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Add what some inputs contribute to products and squares of queries and keys."""
+        query, key = (
+            spec.load(refs["mixed"], part, group, nth * spec.inputs, token, is_real)
+            for part in (QUERIES, KEYS)
+        )
+        parts = [spec.dot(query, key.T)]
+        if spec.is_delta:
+            squares = (jnp.square(part.astype(jnp.float32)).sum(axis=1) for part in (query, key))
+            parts += [spec.dot(key, key.T), *squares]
+        return tuple(total + part for total, part in zip(sums, parts, strict=True))
+
+    shapes = [(size, size)] * 2 + [(size,)] * 2 if spec.is_delta else [(size, size)]
+    zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+    scores, *others = lax.fori_loop(jnp.int32(0), jnp.int32(spec.pieces), add_products, zeros)
 
     def constant(nth: int) -> jax.Array:
         return refs["constants"][nth, head]
@@ -181,12 +207,9 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
     if spec.is_delta:
         write = 1.0 / (1.0 + jnp.exp(-gate(0)))
         decay = _softplus(gate(1) + constant(1))
-        eps, scale = sizes.eps, sizes.inputs**-0.5
-        key_factor, query_factor = (
-            lax.rsqrt(jnp.sum(jnp.square(part.astype(jnp.float32)), axis=1) + eps)
-            for part in (key, query)
-        )
-        query_factor = query_factor * scale
+        products, *squares = others
+        query_factor, key_factor = (lax.rsqrt(square + sizes.eps) for square in squares)
+        query_factor = query_factor * sizes.inputs**-0.5
     else:
         decay = jnp.clip(_softplus(gate() + constant(1)), sizes.least, sizes.most)
         key_factor, query_factor, write = decay, jnp.full(decay.shape, 1.0, jnp.float32), None
@@ -198,20 +221,20 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
     is_seen = is_same & (column <= row)
     decays = spread(decay, shape, 1)
     past = jnp.sum(jnp.where(is_seen, decays, 0.0), axis=1)
-    total = jnp.sum(jnp.where(is_same, decays, 0.0), axis=1)
+    rest = jnp.sum(jnp.where(is_same & (column > row), decays, 0.0), axis=1)
     shrink = jnp.exp(jnp.minimum(spread(past, shape, 0) - spread(past, shape, 1), 0.0))
     shrink = jnp.where(is_seen, _scaled(shrink, key_factor, 1), 0.0)
-    inner = jnp.where(is_seen, _scaled(spec.dot(query, key.T) * shrink, query_factor, 0), 0.0)
+    inner = jnp.where(is_seen, _scaled(scores * shrink, query_factor, 0), 0.0)
     lines, columns = spread(token, shape, 0), column
     heads = spread(head, shape)
     plt.store(refs["inner"].at[heads, lines, columns], inner.astype(refs["inner"].dtype))
 
     grown = jnp.exp(past)
-    factors = {QUERY: query_factor * grown, KEY: key_factor * jnp.exp(total - past)}
-    factors[DECAY] = jnp.exp(total)
+    factors = {QUERY: query_factor * grown, KEY: key_factor * jnp.exp(rest)}
+    factors[DECAY] = jnp.exp(past + rest)
     if write is not None:
         factors[PAST] = key_factor * grown
-        lower = _scaled(spec.dot(key, key.T) * shrink, key_factor * write, 0)
+        lower = _scaled(products * shrink, key_factor * write, 0)
         # A NaN of one row reaches no other row. It comes back with the factors.
         lower = jnp.where((column < row) & is_seen & (jnp.abs(lower) < LARGEST), lower, 0.0)
         inverse = jnp.where(is_seen, _scaled(_inverse(lower, spec), write, 1), 0.0)
@@ -241,24 +264,27 @@ def _across_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
     end = jnp.where(is_run, end, begin)
     middle = begin + jnp.where(is_run, refs["border"][row], 0)
     group = lax.div(head, jnp.int32(sizes.heads // sizes.groups))
-    first = part * spec.columns
+    first_column = part * spec.columns
     index = jnp.arange(size, dtype=jnp.int32)
-    column = first + jnp.arange(spec.columns, dtype=jnp.int32)
+    column = first_column + jnp.arange(spec.columns, dtype=jnp.int32)
 
     shape = (spec.inputs, spec.columns)
-    inputs = spread(jnp.arange(spec.inputs, dtype=jnp.int32), shape, 0)
-    is_inside = (inputs < sizes.inputs) & spread(column < sizes.outputs, shape, 1)
+    places, columns = jnp.arange(spec.inputs, dtype=jnp.int32), spread(column, shape, 1)
 
-    def state_at(ref: Any, place: jax.Array) -> Any:
-        return ref.at[spread(place, shape), spread(head, shape), inputs, spread(column, shape, 1)]
+    def state_at(ref: Any, place: jax.Array, nth: int) -> tuple[Any, jax.Array]:
+        """Return address and mask of a piece of the part of a state."""
+        inputs = spread(nth * spec.inputs + places, shape, 0)
+        address = ref.at[spread(place, shape), spread(head, shape), inputs, columns]
+        return address, (inputs < sizes.inputs) & (columns < sizes.outputs)
 
-    source = refs["source"][row]
-    address = state_at(refs["states_before"], jnp.maximum(source, 0))
-    state = plt.load(address, mask=is_inside & is_run & (source >= 0), other=0.0)
+    source, state = refs["source"][row], []
+    for nth in range(spec.pieces):
+        address, mask = state_at(refs["states_before"], jnp.maximum(source, 0), nth)
+        state.append(plt.load(address, mask=mask & is_run & (source >= 0), other=0.0))
     if not spec.interpret:  # the target can be the source
         plt.debug_barrier()
 
-    def advance(block: jax.Array, state: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
+    def advance(block: jax.Array, state: Parts, begin: jax.Array, end: jax.Array) -> Parts:
         token = block * size + index
         is_own = (token >= begin) & (token < end)
 
@@ -270,16 +296,21 @@ def _across_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
             at = spread(token, (size, size), 0), spread(index, (size, size), 1)
             return plt.load(refs[name].at[(spread(head, (size, size)), *at)])
 
-        query = spec.tokens(refs["mixed"], token, is_own, 0, group)
-        key = spec.tokens(refs["mixed"], token, is_own, 1, group)
-        value = spec.tokens(refs["mixed"], token, is_own, 2, (head, first))
-        before = state.astype(spec.compute_dtype)
+        # Both products with a piece of the state follow each other, so registers hold one piece.
+        parts = (QUERIES, KEYS) if spec.is_delta else (QUERIES,)
+        products = [jnp.zeros((size, spec.columns), jnp.float32) for _ in parts]
+        for nth, before in enumerate(state):
+            for part in parts:
+                first = nth * spec.inputs
+                numbers = spec.load(refs["mixed"], part, group, first, token, is_own)
+                products[part] = products[part] + spec.dot(numbers, before)
+        value = spec.load(refs["mixed"], VALUES, head, first_column, token, is_own)
         update = value
         if spec.is_delta:
-            update = value - _scaled(spec.dot(key, before), factor(PAST), 0)
+            update = value - _scaled(products[KEYS], factor(PAST), 0)
             update = spec.dot(matrix("inverse"), update)
             update = jnp.where(spread(is_own, update.shape, 0), update, 0.0)
-        y = _scaled(spec.dot(query, before), factor(QUERY), 0)
+        y = _scaled(products[QUERIES], factor(QUERY), 0)
         y = y + spec.dot(matrix("inner"), update)
         if not spec.is_delta:
             y = y + value * refs["constants"][2, head]
@@ -287,9 +318,15 @@ def _across_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
         mask = spread(is_own, y.shape, 0) & spread(column < sizes.outputs, y.shape, 1)
         plt.store(refs["y"].at[at], y.astype(refs["y"].dtype), mask=mask)
         shrink = refs["factors"][head, DECAY, jnp.maximum(block * size, begin)]
-        return state * shrink + spec.dot(key.T, _scaled(update, factor(KEY), 0))
+        update = _scaled(update, factor(KEY), 0)
+        after = []
+        for nth, before in enumerate(state):
+            first = nth * spec.inputs
+            key = spec.load(refs["mixed"], KEYS, group, first, token, is_own)
+            after.append(before * shrink + spec.dot(key.T, update))
+        return tuple(after)
 
-    def pass_side(side: jax.Array, state: jax.Array) -> jax.Array:
+    def pass_side(side: jax.Array, state: Parts) -> Parts:
         # The tokens before the border, then those after it.
         is_first = side == 0
         start, stop = jnp.where(is_first, begin, middle), jnp.where(is_first, middle, end)
@@ -298,12 +335,12 @@ def _across_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
         state = lax.fori_loop(block, last, lambda i, s: advance(i, s, start, stop), state)
         place = jnp.where(is_first, refs["saved"][row], target)
         is_stored = is_run & ((middle > begin) | ~is_first)
-        plt.store(
-            state_at(refs["states"], jnp.maximum(place, 0)), state, mask=is_inside & is_stored
-        )
+        for nth, numbers in enumerate(state):
+            address, mask = state_at(refs["states"], jnp.maximum(place, 0), nth)
+            plt.store(address, numbers, mask=mask & is_stored)
         return state
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(2), pass_side, state)
+    lax.fori_loop(jnp.int32(0), jnp.int32(2), pass_side, tuple(state))
 
 
 def pieces(rows: StateRows, tokens: int) -> jax.Array:
@@ -335,31 +372,37 @@ def recurrence(
     options: DeltaOptions | Mamba2Options,
     case: StateCase,
     *,
+    config: ChunkConfig | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute ``gated_delta`` or ``mamba2`` with Triton, and return the results and new states.
 
     Arguments are as in ``pallas_kernels.gated_delta`` and ``pallas_kernels.mamba2``, with the
-    `case` of the call. `interpret` runs the kernels as plain JAX.
+    `case` of the call. `config` has block sizes, by default those for the case. `interpret` runs
+    the kernels as plain JAX.
 
     Returns:
         y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states.
     """
-    config = ChunkConfig.of(case)
+    config = config or ChunkConfig.of(case)
     dtype = case.product_dtype
-    spec = ChunkSpec(options, config.block_tokens, config.columns, dtype, interpret)
-    tokens, heads = len(mixed), options.heads
-    blocks = -(-tokens // spec.block)
-    lines = blocks * spec.block
-    matrix = jax.ShapeDtypeStruct((heads, lines, spec.block), spec.compute_dtype)
-    outputs = {"inner": matrix} | ({"inverse": matrix} if spec.is_delta else {})
+    most = max(16, power_of_two(options.inputs))
+    within_spec, across_spec = (
+        ChunkSpec(options, config.block_tokens, config.columns, min(inputs, most), dtype, interpret)
+        for inputs in (config.block_inputs, config.row_inputs)
+    )
+    tokens, heads, is_delta = len(mixed), options.heads, within_spec.is_delta
+    blocks = -(-tokens // config.block_tokens)
+    lines = blocks * config.block_tokens
+    matrix = jax.ShapeDtypeStruct((heads, lines, config.block_tokens), dtype)
+    outputs = {"inner": matrix} | ({"inverse": matrix} if is_delta else {})
     outputs["factors"] = jax.ShapeDtypeStruct((heads, FACTORS, lines), jnp.float32)
     outputs["y"] = jax.ShapeDtypeStruct((tokens, heads, options.outputs), mixed.dtype)
     operands = {"mixed": mixed, "gates": gates, "constants": constants}
     operands["pieces"] = pieces(rows, tokens)
-    name = "gated_delta" if spec.is_delta else "mamba2"
+    name = "gated_delta" if is_delta else "mamba2"
     results = pl.pallas_call(
-        functools.partial(_within_kernel, names=(*operands, *outputs), spec=spec),
+        functools.partial(_within_kernel, names=(*operands, *outputs), spec=within_spec),
         grid=(blocks, heads),
         out_shape=tuple(outputs.values()),
         compiler_params=plt.CompilerParams(num_warps=config.block_warps, num_stages=1),
@@ -371,20 +414,18 @@ def recurrence(
     operands = {"mixed": mixed, **within, "starts": rows.query_start}
     operands |= {"source": rows.source, "target": rows.target}
     operands |= {"border": rows.border, "saved": rows.saved}
-    operands |= {} if spec.is_delta else {"constants": constants}
+    operands |= {} if is_delta else {"constants": constants}
     names = (*operands, "states_before", "y_before", "states", "y")
     place = len(operands)
     states, y = pl.pallas_call(
-        functools.partial(_across_kernel, names=names, spec=spec),
-        grid=(spec.parts, heads, len(rows.source)),
+        functools.partial(_across_kernel, names=names, spec=across_spec),
+        grid=(across_spec.parts, heads, len(rows.source)),
         out_shape=(
             jax.ShapeDtypeStruct(states.shape, states.dtype),
             jax.ShapeDtypeStruct(y.shape, y.dtype),
         ),
         input_output_aliases={place: 0, place + 1: 1},
-        compiler_params=plt.CompilerParams(
-            num_warps=config.row_warps, num_stages=config.num_stages
-        ),
+        compiler_params=plt.CompilerParams(num_warps=config.row_warps, num_stages=1),
         interpret=interpret,
         name=f"{name}_rows",
     )(*operands.values(), states, y)
