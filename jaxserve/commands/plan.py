@@ -92,7 +92,12 @@ def _record(model_plan: Any) -> dict[str, Any]:
 
 def _numbers(plan: Any) -> dict[str, Any]:
     """Return the numbers of a memory plan as a dict of JSON values. Sizes are in bytes."""
-    return {
+    states = {
+        "state_bytes": plan.state_bytes,
+        "state_tokens": plan.state_tokens,
+        "snapshots": plan.num_snapshots,
+    }
+    numbers = {
         "dtype": plan.dtype.name,
         "sizes": dataclasses.asdict(plan.sizes),
         "budget": plan.budget,
@@ -116,6 +121,7 @@ def _numbers(plan: Any) -> dict[str, Any]:
         "sequences": plan.sequences,
         "step_seconds": plan.step_seconds,
     }
+    return numbers if plan.states is None else numbers | states
 
 
 def _kind(kind: Any) -> dict[str, Any]:
@@ -175,6 +181,9 @@ def _cells(plan: Any) -> dict[str, str]:
         "weights": _size(plan.weight_bytes),
         "temporaries": _size(plan.step_bytes),
     }
+    if plan.states is not None:
+        cells["state of a sequence"] = f"{plan.state_bytes / 2**20:.2f} MiB"
+        cells["equal to tokens"] = f"{plan.state_tokens:,}"
     step = plan.step_seconds
     cache = {kind.name: _size(kind.num_bytes) for kind in plan.cache_kinds} | {
         "tokens of it": f"{plan.cache_tokens:,}",
