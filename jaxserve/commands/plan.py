@@ -92,12 +92,7 @@ def _record(model_plan: Any) -> dict[str, Any]:
 
 def _numbers(plan: Any) -> dict[str, Any]:
     """Return the numbers of a memory plan as a dict of JSON values. Sizes are in bytes."""
-    states = {
-        "state_bytes": plan.state_bytes,
-        "state_tokens": plan.state_tokens,
-        "snapshots": plan.num_snapshots,
-    }
-    numbers = {
+    return {
         "dtype": plan.dtype.name,
         "sizes": dataclasses.asdict(plan.sizes),
         "budget": plan.budget,
@@ -120,8 +115,10 @@ def _numbers(plan: Any) -> dict[str, Any]:
         "longest_context": plan.longest,
         "sequences": plan.sequences,
         "step_seconds": plan.step_seconds,
+        "state_bytes": plan.state_bytes,
+        "state_tokens": plan.state_tokens,
+        "snapshots": plan.num_snapshots or 0,
     }
-    return numbers if plan.states is None else numbers | states
 
 
 def _kind(kind: Any) -> dict[str, Any]:
@@ -185,13 +182,18 @@ def _cells(plan: Any) -> dict[str, str]:
         cells["state of a sequence"] = f"{plan.state_bytes / 2**20:.2f} MiB"
         cells["equal to tokens"] = f"{plan.state_tokens:,}"
     step = plan.step_seconds
-    cache = {kind.name: _size(kind.num_bytes) for kind in plan.cache_kinds} | {
-        "tokens of it": f"{plan.cache_tokens:,}",
-        "longest sequence": f"{plan.longest:,}",
-        "such sequences": f"{plan.sequences:,}",
-        "rows of a step": f"{plan.sizes.seqs:,}",
-        "a step, at least": "" if step is None else f"{step * 1e3:.2f} ms",
-    }
+    prefixes = {} if plan.states is None else {"snapshots of prefixes": f"{plan.num_snapshots:,}"}
+    cache = (
+        prefixes
+        | {kind.name: _size(kind.num_bytes) for kind in plan.cache_kinds}
+        | {
+            "tokens of it": f"{plan.cache_tokens:,}",
+            "longest sequence": f"{plan.longest:,}",
+            "such sequences": f"{plan.sequences:,}",
+            "rows of a step": f"{plan.sizes.seqs:,}",
+            "a step, at least": "" if step is None else f"{step * 1e3:.2f} ms",
+        }
+    )
     if plan.starts:
         return cells | cache
     return cells | dict.fromkeys(cache, "") | {plan.pages.name: "too large"}

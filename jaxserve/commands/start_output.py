@@ -144,9 +144,9 @@ def _states(plan: StartPlan) -> list[str]:
     if plan.states is None:
         return []
     return [
-        f"states: {plan.state_bytes:,} bytes a sequence, as {plan.state_tokens:,} tokens of cache; "
-        f"{plan.max_num_seqs} sequences and {plan.num_snapshots} prefixes have states, in all "
-        f"{readable(plan.states.num_bytes)}"
+        f"states: {plan.state_bytes:,} bytes a sequence, equal to {plan.state_tokens:,} tokens of "
+        f"cache; {plan.max_num_seqs} sequences and {plan.num_snapshots} prefixes, "
+        f"{readable(plan.states.num_bytes)} in all"
     ]
 
 

@@ -185,7 +185,8 @@ def _narrowed(
 ) -> Weights:
     """Return the weights in bfloat16 if float32 would not start or would shrink the KV cache.
 
-    They stay in float32 if bfloat16 gives no larger cache.
+    They stay in float32 if bfloat16 gives no larger cache. If layers keep states, the number of
+    slots counts like the cache.
 
     Args:
         config: unresolved settings, with dtype "auto".
@@ -198,11 +199,12 @@ def _narrowed(
     share = int((device.free - HOST_RESERVE) * config.memory_share)
     device = replace(device, free=HOST_RESERVE + share)
     wide = plan_memory(config, weights, form, device)
-    if wide.is_whole:
+    if wide.is_whole and wide.states is None:
         return weights
     narrow = weights.in_dtype("bfloat16")
-    narrow_pages = plan_memory(config, narrow, form, device).num_pages
-    return weights if wide.starts and narrow_pages <= wide.num_pages else narrow
+    other = plan_memory(config, narrow, form, device)
+    has_more = other.num_pages > wide.num_pages or other.max_num_seqs > wide.max_num_seqs
+    return narrow if has_more or not wide.starts else weights
 
 
 def _report_narrow(config: EngineConfig, source: Source, weights: Weights, plan: StartPlan) -> None:

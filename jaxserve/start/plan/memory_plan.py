@@ -36,7 +36,8 @@ def plan_memory(
     """Return the plan with the first candidate of step sizes that leaves enough room for the cache.
 
     If all candidates leave too little, return the plan with the largest KV cache, which may not
-    start (`StartPlan.starts`).
+    start (`StartPlan.starts`). If layers keep states, further candidates have fewer slots, unless
+    max_num_seqs is set.
 
     Args:
         config: unresolved settings. Sizes that are set are not changed.
@@ -53,6 +54,8 @@ def plan_memory(
         if has_enough_cache(plan):
             return plan
         plans.append(plan)
+    if weights.config.recurrent is not None:  # the number of slots decides what a start needs
+        return max(plans, key=lambda plan: plan.cache_tokens or -plan.needed)
     return max(plans, key=lambda plan: plan.cache_tokens)
 
 

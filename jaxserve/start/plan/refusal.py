@@ -53,9 +53,9 @@ def slots_refusal(
     assert plan.states is not None
     return (
         f"max_num_seqs ({config.max_num_seqs}) does not fit on {device}: the {plan.states.name} of "
-        f"a sequence takes {plan.state_bytes / 2**20:.1f} MiB beside "
-        f"{plan.weight_bytes / GIB:.1f} GiB of weights and the KV cache; at most {most} sequences "
-        f"fit (--max-num-seqs {most})"
+        f"a sequence takes {plan.state_bytes / 2**20:.1f} MiB, and weights "
+        f"{plan.weight_bytes / GIB:.1f} GiB; at most {most} sequences leave enough memory for the "
+        f"KV cache (--max-num-seqs {most})"
     )
 
 
