@@ -30,8 +30,8 @@ class FamilyTraits:
         activation: activation of the gated MLP, or "relu2" for an MLP without gate.
         router: how experts are chosen (see `routing.route`); "chosen" also adds biases to router
             and experts, and selects gpt-oss's activation.
-        gated: a gate for each number of a query head, projected like the query, multiplies the
-            result of attention.
+        gated: gates that multiply the result of attention: a gate for each of the "numbers" of a
+            query head, projected like the query, or one for each of the "heads", or None.
         sinks: the softmax of attention includes one learned logit for each query head.
         overflows_float16: activations of the models exceed the range of float16.
     """
@@ -46,7 +46,7 @@ class FamilyTraits:
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     router: Literal["softmax", "sigmoid", "chosen"] = "softmax"
     sinks: bool = False
-    gated: bool = False
+    gated: Literal["numbers", "heads"] | None = None
     overflows_float16: bool = False
 
 

@@ -48,6 +48,14 @@ EXPERTS = {
 }
 COHERE = {"layer_norm_eps": 1e-3, "logit_scale": 0.8, "tie_word_embeddings": True}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 50.0}
+PROPORTIONAL = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "sliding_attention": LOCAL_ROPE,
+}
 FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
 
 DELTA = {
@@ -202,6 +210,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 FULL: {"rope_type": "default", "rope_theta": 500.0},
                 SLIDING: LOCAL_ROPE,
             },
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "norm_eps": 1e-3,
+            "num_hidden_layers": 3,
+            "layer_types": [CONV, FULL, CONV],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "lfm3": (
+        "Lfm3",
+        {
+            "norm_eps": 1e-3,
+            "num_hidden_layers": 4,
+            "layer_types": [CONV, SLIDING, CONV, FULL],
+            "head_dim": 12,
+            "sliding_window": 9,
+            "conv_L_cache": 7,
+            "rope_parameters": PROPORTIONAL,
         },
     ),
     "lfm2": (
@@ -462,6 +495,40 @@ CASES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "block_ffn_dim_multiplier": 1.3,
         "layer_types": [FULL, CONV, CONV],
+    },
+    "lfm2_moe_corrected": {},
+    "lfm2_moe_plain_tied": {
+        "use_expert_bias": False,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 5,
+        "num_key_value_heads": 1,
+    },
+    "lfm2_moe_all_sparse_biases": {
+        "num_dense_layers": 0,
+        "num_experts_per_tok": 1,
+        "conv_bias": True,
+        "conv_L_cache": 7,
+        "layer_types": [CONV, CONV, FULL],
+    },
+    "lfm3_window_and_full": {},
+    "lfm3_tied_biases": {
+        "tie_word_embeddings": True,
+        "conv_bias": True,
+        "conv_L_cache": 3,
+        "attention_bias": True,
+        "num_key_value_heads": 1,
+        "layer_types": None,
+    },
+    "lfm3_narrow_half_linear": {
+        "conv_L_cache": 4,
+        "hidden_size": 40,
+        "num_hidden_layers": 3,
+        "layer_types": [FULL, CONV, SLIDING],
+        "rope_parameters": {
+            FULL: PROPORTIONAL[FULL] | {"partial_rotary_factor": 0.3, "factor": 2.0},
+            SLIDING: LINEAR,
+        },
     },
     "nemotron_h_all_kinds": {},
     "nemotron_h_latent_biases": {

@@ -58,6 +58,7 @@ def test_gguf_files_are_read_as_architectures_that_exist():
 
 # Required settings of latent attention and experts.
 NEEDED = {
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
     "DeepseekV2ForCausalLM": {"num_key_value_heads": 32, "num_experts_per_tok": 2},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
 }

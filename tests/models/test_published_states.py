@@ -19,8 +19,12 @@ def _of(kind: str, **fields: Any) -> dict[str, Any]:
     return config.to_dict() | {"architectures": [name]}
 
 
+def _kinds(layers: str) -> list[str]:
+    return [ATTENTION if letter == "*" else CONV for letter in layers]
+
+
 def _lfm2(layers: str, **fields: Any) -> dict[str, Any]:
-    kinds = [ATTENTION if letter == "*" else CONV for letter in layers]
+    kinds = _kinds(layers)
     return _of("Lfm2", layer_types=kinds, num_hidden_layers=len(kinds), **fields)
 
 
@@ -48,6 +52,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         _lfm2(SMALL, hidden_size=2048, num_attention_heads=32, intermediate_size=12288),
         2 * 6 * 8 * 64 * 2,
         10 * 2 * 2048 * 4,
+    ),
+    "LFM2-8B-A1B": (
+        _of("Lfm2Moe", num_hidden_layers=24, layer_types=_kinds("cc*ccc*ccc*ccc*ccc*cc*cc")),
+        2 * 6 * 8 * 64 * 2,
+        18 * 2 * 2048 * 4,
+    ),
+    "LFM3-1.7B (defaults of the class)": (
+        _of("Lfm3"),
+        2 * 11 * 4 * 128 * 2,
+        13 * 6 * 2048 * 4,
     ),
     "Qwen3.5-0.8B": (
         _of(

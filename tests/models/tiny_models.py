@@ -25,7 +25,7 @@ def hugging_face_model(case: str) -> Any:
             if "norm" in name or name.endswith("bias"):
                 parameter += 0.3 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer += 0.1 * torch.randn_like(buffer)
     if "mxfp4" in case:
         set_packed_experts(model)

@@ -85,18 +85,28 @@ class Oracle:
         w, config = self._weights, self._config
         project = w["embedding.project"]
         x = w["embedding.table"][tokens] if "embedding.table" in w else project[:, tokens].T
-        angles = np.arange(len(tokens))[:, None] * rope_frequencies(config.rope, config.head_dim)
         for index, layer in enumerate(self._layers):
-            if "attention_norm.scale" in layer:
-                normed, kind = self._norm(x, layer["attention_norm.scale"]), config.mixers_of(index)
-                if kind == ("attention",):
-                    turns = angles if config.layers.rotary[index] else 0 * angles
-                    x = x + self._attention(normed, layer, np.cos(turns), np.sin(turns))
-                else:
-                    x = x + recurrent_mixer(kind[0], config, layer, normed)
-            if "mlp_norm.scale" in layer:
-                x = x + self._mlp(self._norm(x, layer["mlp_norm.scale"]), layer)
+            if config.mixers_of(index):
+                normed = self._normed(x, layer, "attention_norm")
+                y = self._mixed(index, layer, normed)
+                x = x + self._normed(y, layer, "attention_out_norm")
+            if config.has_mlp(index):
+                y = self._mlp(self._normed(x, layer, "mlp_norm"), layer)
+                x = x + self._normed(y, layer, "mlp_out_norm")
         return self._norm(x, w["norm.scale"]) @ project
+
+    def _mixed(self, index: int, layer: dict[str, Array], x: Array) -> Array:
+        """Return the sum of the results of a layer's mixers for normalized tokens."""
+        config, total = self._config, np.zeros_like(x)
+        for kind in config.mixers_of(index):
+            if kind != "attention":
+                total = total + recurrent_mixer(kind, config, layer, x)
+                continue
+            rope, window = config.rope_of(index), config.layers.windows[index]
+            turns = rope_frequencies(rope or config.rope, config.head_dim) * (rope is not None)
+            angles = np.arange(len(x))[:, None] * turns
+            total = total + self._attention(x, layer, np.cos(angles), np.sin(angles), window)
+        return total
 
     def _mlp(self, x: Array, layer: dict[str, Array]) -> Array:
         if "mlp.router" not in layer:
@@ -116,7 +126,7 @@ class Oracle:
         scores = x @ layer["mlp.router"]
         if self._traits.router == "sigmoid":
             shares = 1 / (1 + np.exp(-scores))
-            ranks = _within_groups(shares + layer["mlp.correction"], experts)
+            ranks = _within_groups(shares + layer.get("mlp.correction", 0), experts)
         else:
             shares = ranks = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
         inputs = x @ layer["mlp.before"] if "mlp.before" in layer else x
@@ -124,6 +134,8 @@ class Oracle:
         for token, share in enumerate(shares):
             chosen = np.argsort(-ranks[token])[: experts.chosen]
             total = share[chosen].sum() if experts.normalize else 1.0
+            if experts.normalize and self._traits.router == "sigmoid":
+                total += experts.sum_eps
             for one in chosen:
                 row = inputs[token : token + 1]
                 if "mlp.up" in layer:
@@ -137,8 +149,17 @@ class Oracle:
         mean = np.mean(x * x, axis=-1, keepdims=True)
         return x / np.sqrt(mean + self._config.rms_norm_eps) * (scale + self._traits.norm_offset)
 
-    def _attention(self, x: Array, layer: dict[str, Array], cos: Array, sin: Array) -> Array:
+    def _normed(self, x: Array, layer: dict[str, Array], name: str) -> Array:
+        """Return the norm of x by name, or x if the layer has no such norm."""
+        scale = layer.get(f"{name}.scale")
+        return x if scale is None else self._norm(x, scale)
+
+    def _attention(
+        self, x: Array, layer: dict[str, Array], cos: Array, sin: Array, window: int | None
+    ) -> Array:
         gate = None
+        if "attention.head_gate" in layer:
+            gate = np.tensordot(x, layer["attention.head_gate"], 1)[..., None]
         if "attention.query_gate" in layer:
             both = np.tensordot(x, layer["attention.query_gate"], 1)
             pair = np.tensordot(x, layer["attention.key_value"], 1)
@@ -156,7 +177,10 @@ class Oracle:
         query = query.transpose(1, 2, 0, 3)
         key, value = key.transpose(1, 0, 2)[:, None], value.transpose(1, 0, 2)[:, None]
         scores = query @ key.swapaxes(-1, -2) / np.sqrt(self._config.head_dim)
-        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+        seen = np.tri(len(x), dtype=bool)
+        if window is not None:
+            seen &= ~np.tri(len(x), k=-window, dtype=bool)
+        scores = np.where(seen, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         mixed = (weights @ value).transpose(2, 0, 1, 3)

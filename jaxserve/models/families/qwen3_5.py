@@ -144,7 +144,7 @@ def _weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
-TRAITS = FamilyTraits(qk_norm="head", norm_offset=1.0, norm_rounds_last=True, gated=True)
+TRAITS = FamilyTraits(qk_norm="head", norm_offset=1.0, norm_rounds_last=True, gated="numbers")
 RULES = ConfigRules(
     "qwen3_5_text",
     explicit=HEADS,
@@ -170,7 +170,6 @@ MOE_RULES = replace(
     experts=_experts,
     mlp_size=no_mlp,
 )
-SKIPPED = ((r"^mtp\.", "model.mtp."),)
 QWEN3_5 = Family(
     architectures={
         "Qwen3_5ForCausalLM": Architecture(RULES, _weights, TRAITS),
