@@ -75,7 +75,7 @@ SLOTS = 5
 DEVICE_PAGES = 400
 DEVICE_SNAPSHOTS = 40
 # Families beside Qwen3 that the oracle computes: their layers keep states.
-ORACLES = ("lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h")
+ORACLES = ("lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h", "granitemoehybrid")
 MOST_STEPS = 6
 MAX_STEPS = 4000
 # Sizes of programs: two of each kind, or the largest alone in a test of something else.
@@ -146,6 +146,8 @@ def fields_of_case(case: str) -> dict[str, Any]:
     model = transformers_model(case)
     fields = model.config.to_dict()
     own = {"architectures": [type(model).__name__], "vocab_size": VOCAB, "eos_token_id": END}
+    if "mamba_d_head" in fields:  # follows from the other sizes
+        own["mamba_d_head"] = "auto"
     sizes = WHOLE_VECTORS | (LATENT if "kv_lora_rank" in fields else {})
     fields = with_sizes(fields | own, sizes)
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]

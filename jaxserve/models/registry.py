@@ -116,7 +116,9 @@ def read_config_fields(directory: str | Path) -> dict[str, Any]:
         CheckpointError: config.json is absent, or one of the files is not a JSON object.
     """
     path = Path(directory) / CONFIG
-    raw, beside = read_object(path, MAX_CONFIG_BYTES), path.with_name(MODELOPT_FILE)
+    # The step sizes of published Mamba-2 models have the bound Infinity.
+    raw = read_object(path, MAX_CONFIG_BYTES, infinity=True)
+    beside = path.with_name(MODELOPT_FILE)
     if raw.get(QUANTIZATION) is None and beside.exists():
         modelopt = modelopt_fields(read_object(beside, MAX_CONFIG_BYTES))
         if modelopt.get("quant_algo", "") is not None:  # null: the weights are not quantized

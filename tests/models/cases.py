@@ -78,6 +78,7 @@ SHARED_EXPERT = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+BAMBA = {"mamba_n_heads": 4, "mamba_d_state": 12, "mamba_n_groups": 2}
 # Read by every family. A case changes some of it.
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -154,6 +155,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"num_hidden_layers": 3, "no_rope_layer_interval": 2}),
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {"sliding_window": 9, "layer_types": [SLIDING, FULL]}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", FULL, "linear_attention"],
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 24,
+            "shared_intermediate_size": 20,
+            **BAMBA,
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -529,6 +546,32 @@ CASES: dict[str, dict[str, Any]] = {
             FULL: PROPORTIONAL[FULL] | {"partial_rotary_factor": 0.3, "factor": 2.0},
             SLIDING: LINEAR,
         },
+    },
+    "granitemoehybrid_experts": {},
+    "granitemoehybrid_rotated_tied_biases": {
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "mamba_d_conv": 3,
+        "mamba_n_groups": 1,
+        "num_experts_per_tok": 1,
+        "num_key_value_heads": 1,
+    },
+    "granitemoehybrid_dense_wide_taps": {
+        "num_local_experts": 0,
+        "mamba_d_conv": 7,
+        "mamba_expand": 3,
+        "mamba_n_groups": 4,
+        "time_step_limit": [0.05, 0.7],
+        "layer_types": [FULL, "linear_attention", "linear_attention"],
+    },
+    "granitemoehybrid_attention_alone": {
+        "layer_types": [FULL, FULL],
+        "num_hidden_layers": 2,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
     },
     "nemotron_h_all_kinds": {},
     "nemotron_h_latent_biases": {

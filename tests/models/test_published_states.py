@@ -10,7 +10,7 @@ import transformers
 
 from jaxserve.models import parse_model_config
 
-ATTENTION, CONV = "full_attention", "conv"
+ATTENTION, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 
 
 def _of(kind: str, **fields: Any) -> dict[str, Any]:
@@ -30,6 +30,15 @@ def _lfm2(layers: str, **fields: Any) -> dict[str, Any]:
 
 def _nemotron(pattern: str, **fields: Any) -> dict[str, Any]:
     return _of("NemotronH", hybrid_override_pattern=pattern, **fields)
+
+
+def _granite(**fields: Any) -> dict[str, Any]:
+    kinds = [ATTENTION if index in (5, 15, 25, 35) else LINEAR for index in range(40)]
+    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8}
+    mamba = {"mamba_n_heads": 64, "mamba_d_state": 128}
+    return _of(
+        "GraniteMoeHybrid", layer_types=kinds, num_hidden_layers=40, **sizes, **mamba, **fields
+    )
 
 
 NANO = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
@@ -127,6 +136,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         ),
         2 * 4 * 8 * 128 * 2,
         27 * (3 * (10240 + 2 * 1024) + 128 * 128 * 80) * 4,
+    ),
+    "granite-4.0-h-micro": (
+        _granite(num_local_experts=0, shared_intermediate_size=8192),
+        2 * 4 * 8 * 64 * 2,
+        36 * (3 * (4096 + 2 * 128) + 64 * 128 * 64) * 4,
     ),
     "NVIDIA-Nemotron-3-Nano-30B-A3B": (
         _nemotron(

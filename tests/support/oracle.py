@@ -85,15 +85,18 @@ class Oracle:
         w, config = self._weights, self._config
         project = w["embedding.project"]
         x = w["embedding.table"][tokens] if "embedding.table" in w else project[:, tokens].T
+        scales = config.scales
+        x = x * scales.embedding
         for index, layer in enumerate(self._layers):
             if config.mixers_of(index):
                 normed = self._normed(x, layer, "attention_norm")
                 y = self._mixed(index, layer, normed)
-                x = x + self._normed(y, layer, "attention_out_norm")
+                x = x + scales.residual * self._normed(y, layer, "attention_out_norm")
             if config.has_mlp(index):
                 y = self._mlp(self._normed(x, layer, "mlp_norm"), layer)
-                x = x + self._normed(y, layer, "mlp_out_norm")
-        return self._norm(x, w["norm.scale"]) @ project
+                x = x + scales.residual * self._normed(y, layer, "mlp_out_norm")
+        logits = self._norm(x, w["norm.scale"]) @ project
+        return logits / scales.logit_divisor * scales.logit_factor
 
     def _mixed(self, index: int, layer: dict[str, Array], x: Array) -> Array:
         """Return the sum of the results of a layer's mixers for normalized tokens."""
@@ -165,7 +168,7 @@ class Oracle:
             pair = np.tensordot(x, layer["attention.key_value"], 1)
             query, gate, key, value = both[..., 0, :], both[..., 1, :], pair[:, :, 0], pair[:, :, 1]
         else:
-            qkv = np.tensordot(x, layer["attention.qkv"], 1)
+            qkv = np.tensordot(x, layer["attention.qkv"], 1) + layer.get("attention.qkv_bias", 0)
             query, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         if "attention.query_norm.scale" in layer:
             query = self._norm(query, layer["attention.query_norm.scale"])
@@ -176,7 +179,8 @@ class Oracle:
         # Query heads by the head of keys that they share: [K, G, T, H] and [K, 1, T, H].
         query = query.transpose(1, 2, 0, 3)
         key, value = key.transpose(1, 0, 2)[:, None], value.transpose(1, 0, 2)[:, None]
-        scores = query @ key.swapaxes(-1, -2) / np.sqrt(self._config.head_dim)
+        scale = self._config.scales.attention or self._config.head_dim**-0.5
+        scores = scale * (query @ key.swapaxes(-1, -2))
         seen = np.tri(len(x), dtype=bool)
         if window is not None:
             seen &= ~np.tri(len(x), k=-window, dtype=bool)
@@ -185,7 +189,7 @@ class Oracle:
         weights /= weights.sum(axis=-1, keepdims=True)
         mixed = (weights @ value).transpose(2, 0, 1, 3)
         mixed = mixed if gate is None else mixed / (1 + np.exp(-gate))
-        return np.tensordot(mixed, layer["attention.out"], 3)
+        return np.tensordot(mixed, layer["attention.out"], 3) + layer.get("attention.out_bias", 0)
 
     def answer(
         self,

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from jaxserve.models.config.experts import MAX_SCALE, Experts, expert_counts, expert_width
 from jaxserve.models.config.fields import MAX_POSITIONS, Fields
-from jaxserve.models.config.layers import ATTENTION, FULL, SLIDING, LayerTable
+from jaxserve.models.config.layers import ATTENTION, FULL, SLIDING, LayerTable, layer_kinds
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.recurrent import ShortConvSizes
 from jaxserve.models.config.rope import RopeRules
@@ -61,18 +61,9 @@ def layers_with_windows(fields: Fields, layers: int) -> LayerTable:
     By default every second layer is a convolution, and the others have attention in turn, without
     a window first, except for the first layer.
     """
-    kinds = fields.take("layer_types")
-    if kinds is None:
-        period = (SLIDING, CONV, FULL, CONV)
-        kinds = [period[index % 4] if index else CONV for index in range(layers)]
-    elif (
-        not isinstance(kinds, list)
-        or len(kinds) != layers
-        or any(kind not in (FULL, SLIDING, CONV) for kind in kinds)
-    ):
-        allowed = f"{FULL!r}, {SLIDING!r} or {CONV!r} for each of {layers} layers"
-        fields.refuse("layer_types", allowed)
-        kinds = [FULL] * layers
+    period = (SLIDING, CONV, FULL, CONV)
+    default = [period[index % 4] if index else CONV for index in range(layers)]
+    kinds = layer_kinds(fields, layers, (FULL, SLIDING, CONV), default)
     window = None
     if SLIDING in kinds:
         window = fields.integer("sliding_window", 1, MAX_POSITIONS)

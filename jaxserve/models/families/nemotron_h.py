@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.models.config.experts import MAX_EXPERT, MAX_SCALE, Experts, expert_width
 from jaxserve.models.config.fields import Fields
-from jaxserve.models.config.layers import ATTENTION, FULL, MAX_LAYERS, LayerTable
+from jaxserve.models.config.layers import ATTENTION, FULL, LINEAR, MAX_LAYERS, LayerTable
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.recurrent import MAX_HEADS, MAX_SIZE, MAX_TAPS, Mamba2Sizes
 from jaxserve.models.config.rules import HEADS, ConfigRules, plain_depth
@@ -24,7 +24,7 @@ from jaxserve.models.weight_names import (
 )
 from jaxserve.models.weight_table import WeightName
 
-MAMBA, LINEAR, MLP, MOE = "mamba2", "linear_attention", "mlp", "moe"
+MAMBA, MLP, MOE = "mamba2", "mlp", "moe"
 LETTERS = MappingProxyType({"M": LINEAR, "E": MOE, "*": FULL, "-": MLP})
 OLD_NAMES = MappingProxyType({"mamba": LINEAR, "attention": FULL})
 
