@@ -75,7 +75,10 @@ SLOTS = 5
 DEVICE_PAGES = 400
 DEVICE_SNAPSHOTS = 40
 # Families beside Qwen3 that the oracle computes: their layers keep states.
-ORACLES = ("lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h", "granitemoehybrid")
+ORACLES = (
+    *("lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h"),
+    *("granitemoehybrid", "falcon_h1", "bamba", "olmo_hybrid"),
+)
 MOST_STEPS = 6
 MAX_STEPS = 4000
 # Sizes of programs: two of each kind, or the largest alone in a test of something else.

@@ -18,7 +18,8 @@ class FamilyTraits:
 
     Attributes:
         norms: norms of the residual stream "before" attention and MLP, of their results "after"
-            them, or both ("around").
+            them, or both ("around"). "by mixer": after them in layers with attention alone, before
+            them in the others.
         parallel: the MLP reads the same normalized input as attention, instead of the sum with
             attention's output.
         qk_norm: queries and keys are normalized before the rotation: each "head" with one scale for
@@ -36,7 +37,7 @@ class FamilyTraits:
         overflows_float16: activations of the models exceed the range of float16.
     """
 
-    norms: Literal["before", "after", "around"] = "before"
+    norms: Literal["before", "after", "around", "by mixer"] = "before"
     parallel: bool = False
     qk_norm: Literal["head", "own", "all"] | None = None
     interleaved: bool = False

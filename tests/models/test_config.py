@@ -60,6 +60,7 @@ def test_gguf_files_are_read_as_architectures_that_exist():
 NEEDED = {
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
     "DeepseekV2ForCausalLM": {"num_key_value_heads": 32, "num_experts_per_tok": 2},
+    "OlmoHybridForCausalLM": {"num_key_value_heads": 30},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
 }
 

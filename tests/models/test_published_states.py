@@ -142,6 +142,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         2 * 4 * 8 * 64 * 2,
         36 * (3 * (4096 + 2 * 128) + 64 * 128 * 64) * 4,
     ),
+    "Falcon-H1 (defaults of the class)": (
+        _of("FalconH1"),
+        2 * 32 * 8 * 128 * 2,
+        32 * (3 * (1024 + 2 * 256) + 128 * 256 * 8) * 4,
+    ),
+    "Olmo-Hybrid-7B (defaults of the class)": (
+        _of("OlmoHybrid"),
+        2 * 8 * 30 * 128 * 2,
+        24 * (3 * 2 * (2880 + 2880) + 30 * 96 * 192) * 4,
+    ),
+    "Bamba-9B": (
+        _of("Bamba", attn_layer_indices=[9, 18, 27], mamba_d_state=128),
+        2 * 3 * 8 * 128 * 2,
+        29 * (3 * (8192 + 2 * 128) + 128 * 128 * 64) * 4,
+    ),
     "NVIDIA-Nemotron-3-Nano-30B-A3B": (
         _nemotron(
             MOE,

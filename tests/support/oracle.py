@@ -93,27 +93,30 @@ class Oracle:
                 y = self._mixed(index, layer, normed)
                 x = x + scales.residual * self._normed(y, layer, "attention_out_norm")
             if config.has_mlp(index):
-                y = self._mlp(self._normed(x, layer, "mlp_norm"), layer)
+                y = scales.mlp * self._mlp(self._normed(x, layer, "mlp_norm"), layer)
                 x = x + scales.residual * self._normed(y, layer, "mlp_out_norm")
         logits = self._norm(x, w["norm.scale"]) @ project
         return logits / scales.logit_divisor * scales.logit_factor
 
     def _mixed(self, index: int, layer: dict[str, Array], x: Array) -> Array:
         """Return the sum of the results of a layer's mixers for normalized tokens."""
-        config, total = self._config, np.zeros_like(x)
-        for kind in config.mixers_of(index):
+        config, results = self._config, list[Array]()
+        kinds = config.mixers_of(index)
+        factors = config.scales.mixers or ((1.0, 1.0),) * len(kinds)
+        for kind, (before, after) in zip(kinds, factors, strict=True):
             if kind != "attention":
-                total = total + recurrent_mixer(kind, config, layer, x)
+                results.append(after * recurrent_mixer(kind, config, layer, before * x))
                 continue
             rope, window = config.rope_of(index), config.layers.windows[index]
             turns = rope_frequencies(rope or config.rope, config.head_dim) * (rope is not None)
             angles = np.arange(len(x))[:, None] * turns
-            total = total + self._attention(x, layer, np.cos(angles), np.sin(angles), window)
-        return total
+            turns = np.cos(angles), np.sin(angles)
+            results.append(after * self._attention(before * x, layer, *turns, window))
+        return np.sum(results, axis=0)
 
     def _mlp(self, x: Array, layer: dict[str, Array]) -> Array:
         if "mlp.router" not in layer:
-            return _dense(x, layer, "mlp")
+            return _dense(x, layer, "mlp", self._config.scales.gate)
         routed = self._experts(x, layer)
         if not self._config.experts or not self._config.experts.shared:
             return routed
@@ -149,7 +152,7 @@ class Oracle:
         return mixed @ layer["mlp.after"] if "mlp.after" in layer else mixed
 
     def _norm(self, x: Array, scale: Array) -> Array:
-        mean = np.mean(x * x, axis=-1, keepdims=True)
+        mean = np.mean(x * x, axis=tuple(range(-scale.ndim, 0)), keepdims=True)
         return x / np.sqrt(mean + self._config.rms_norm_eps) * (scale + self._traits.norm_offset)
 
     def _normed(self, x: Array, layer: dict[str, Array], name: str) -> Array:
@@ -267,9 +270,12 @@ def _through_int8(x: Array) -> Array:
     return np.clip(np.rint(x / scale), -127, 127) * scale
 
 
-def _dense(x: Array, layer: dict[str, Array], name: str) -> Array:
+def _dense(x: Array, layer: dict[str, Array], name: str, factor: float = 1.0) -> Array:
+    """Apply an MLP. `factor` is that of its gate, before the activation."""
     if f"{name}.up" not in layer:
-        return _gated(x, layer[f"{name}.gate_up"], layer[f"{name}.down"])
+        gate_up, bias = layer[f"{name}.gate_up"], layer.get(f"{name}.gate_up_bias", NO_BIAS)
+        down = layer.get(f"{name}.down_bias", 0)
+        return _gated(x, gate_up, layer[f"{name}.down"], bias, factor) + down
     hidden = x @ layer[f"{name}.up"] + layer.get(f"{name}.up_bias", np.zeros((1, 1)))
     return np.maximum(hidden, 0) ** 2 @ layer[f"{name}.down"] + layer.get(f"{name}.down_bias", 0)
 
@@ -284,8 +290,14 @@ def _within_groups(ranks: Array, experts: Experts) -> Array:
     return np.where(is_kept[..., None], groups, -np.inf).reshape(ranks.shape)
 
 
-def _gated(x: Array, gate_up: Array, down: Array) -> Array:
-    gate, up = x @ gate_up.swapaxes(0, 1)
+NO_BIAS = np.zeros((2, 1))
+
+
+def _gated(
+    x: Array, gate_up: Array, down: Array, bias: Array = NO_BIAS, factor: float = 1.0
+) -> Array:
+    gate, up = x @ gate_up.swapaxes(0, 1) + bias[:, None]
+    gate = factor * gate
     return (gate / (1 + np.exp(-gate)) * up) @ down
 
 

@@ -60,6 +60,8 @@ class GatedDeltaSizes:
         heads: number of heads of values.
         inputs: size of a query or key head.
         outputs: size of a value head.
+        strength: factor of the sigmoid that gives the write strength.
+        norm_eps: epsilon of the norm of the result, or None for that of the model.
         fused: the projections of a key head's queries, keys, values and gates are one after the
             other, in one tensor.
     """
@@ -70,6 +72,8 @@ class GatedDeltaSizes:
     inputs: int
     outputs: int
     fused: bool = False
+    strength: float = 1.0
+    norm_eps: float | None = None
 
     @property
     def parts(self) -> tuple[int, int, int]:

@@ -149,6 +149,8 @@ def mamba_weights(config: ModelConfig, name: str) -> list[WeightName]:
             for nth, (part, side) in enumerate(zip(parts, sides, strict=True))
         ]
         tensors.append(WeightName(f"{name}.out_proj.bias", "D -> D", "mamba.out_bias"))
+    scale = WeightName(f"{name}.norm.weight", "(Groups Size) -> Groups Size", "mamba.norm.scale")
+    norm = [scale] if sizes.norm else []
     if sizes.conv_bias:
         tensors.append(WeightName(f"{name}.conv1d.bias", "Xbc -> Xbc", "mamba.taps_bias", (0,)))
     return [
@@ -157,7 +159,7 @@ def mamba_weights(config: ModelConfig, name: str) -> list[WeightName]:
         WeightName(f"{name}.A_log", "Heads -> Heads", "mamba.constants", (0,)),
         WeightName(f"{name}.dt_bias", "Heads -> Heads", "mamba.constants", (1,)),
         WeightName(f"{name}.D", "Heads -> Heads", "mamba.constants", (2,)),
-        WeightName(f"{name}.norm.weight", "(Groups Size) -> Groups Size", "mamba.norm.scale"),
+        *norm,
         WeightName(f"{name}.out_proj.weight", "D Vals -> Vals D", "mamba.out"),
     ]
 
