@@ -52,6 +52,11 @@ HEADLESS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Transformers' classes of recurrent models that are not served, with the reason for errors.
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {"Mamba2ForCausalLM": "it has no attention, and a model without cache pages is not served"}
+)
+
 FAMILIES = (
     LLAMA,
     MISTRAL,
@@ -200,6 +205,8 @@ def _unknown(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or []
     family = MODEL_TYPES.get(_model_type(raw))
     for name in names:
+        if name in REFUSED:
+            return f"architectures is {shown(names)}: {REFUSED[name]}"
         base = _without_head(name)
         if base and family:
             return (

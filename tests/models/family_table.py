@@ -108,7 +108,7 @@ def loading(family: str) -> tuple[int, float]:
         sizes["num_key_value_heads"] = LARGE["num_attention_heads"]
         del sizes["head_dim"]  # it is that of the rotated part
     with tempfile.TemporaryDirectory() as folder:
-        transformers_model(case, sizes).to(torch.bfloat16).save_pretrained(folder)
+        save(case, transformers_model(case, sizes).to(torch.bfloat16), Path(folder))
         config, seconds = read_model_config(folder), []
         for _ in range(2):
             started = time.perf_counter()

@@ -183,6 +183,11 @@ class ModelConfig:
         neutral = {**NEUTRAL, **rules.neutral}
         fields.neutral({key: neutral[key] for key in neutral.keys() - rules.ignored})
         fields.finish(IGNORED | rules.ignored)
+        if not config.num_page_layers:
+            fields.problems.append(
+                "no layer has attention; allowed: at least one, because a model without cache "
+                "pages is not served"
+            )
         if fields.problems:
             problems = dict.fromkeys(fields.problems)  # a field read twice is refused once
             raise UnsupportedModel(
