@@ -16,7 +16,7 @@ from jaxserve.scheduling.plan import StatePlan
 from jaxserve.scheduling.slot_table import SlotTable
 
 NONE = -1
-# Interval of the borders within a prompt that no prefix was restored for.
+# Interval of the borders within a prompt without cached pages.
 GRID = 1024
 # The borders of shorter prefixes are saved in free snapshots only.
 LEAST = 256
@@ -108,6 +108,12 @@ class SnapshotPool:
         self._free.pop()  # `_detach` has put it on top
         return True
 
+    def demote(self, page: int) -> None:
+        """Let the snapshot of a page, if it has one without pins, be evicted first."""
+        snapshot = int(self._of_page[page])
+        if snapshot in self._evictable:
+            self._evictable.move_to_end(snapshot, last=False)
+
     def drop(self, pages: np.ndarray) -> None:
         """Free the snapshots of pages that are evicted."""
         snapshots = self._of_page[pages]
@@ -153,10 +159,11 @@ class StateSaver:
 
     They are the page at which a prompt left the cached prefix of other prompts, the last full page
     of a prompt, and the last full page of an answer so far. A launch saves at most one border of a
-    row. In a prompt that starts without a cached prefix, a launch that reaches a multiple of 1,024
+    row. In a prompt without a cached page, a launch that reaches a multiple of 1,024
     tokens saves the last one: the beginning of a long prompt is often a document or instructions
     that other prompts share, and the question after them is short. Prefixes of fewer than 256
-    tokens evict no snapshot.
+    tokens evict no snapshot. The snapshot of a prompt's end is evicted first once the longer one of
+    its answer exists, which the next turn of a chat uses.
 
     Args:
         pool: the page pool, whose evictions drop snapshots.
@@ -170,7 +177,7 @@ class StateSaver:
         pool.snapshots = self.snapshots
         rows = slots.num_slots + 1
         self._restored = np.full(rows, NONE, np.int32)
-        self._is_cold = np.zeros(rows, bool)  # whether no prefix was restored
+        self._is_cold = np.zeros(rows, bool)  # whether the prompt has no cached page
         self._branch = np.zeros(rows, np.int32)  # border at which the prompt left a cached prefix
         # Pending snapshots by slot: pairs of border and snapshot, in order.
         self._pending: dict[int, list[tuple[int, int]]] = {}
@@ -188,7 +195,7 @@ class StateSaver:
             hits: pages of the prefix that the slot uses, with a snapshot at the end.
             num_matched: number of cached pages of its prompt, with and without snapshots.
         """
-        self._is_cold[slot] = not len(hits)
+        self._is_cold[slot] = not num_matched
         if len(hits):
             self._restored[slot] = self.snapshots.pin(int(hits[-1]))
         if num_matched > len(hits):
@@ -282,6 +289,8 @@ class StateSaver:
         """Forget slots that are being released, after their last pages were published."""
         self.settle(slots)
         for slot in slots:
+            if self._answers.get(slot, (0, NONE, NONE))[2] != NONE:
+                self._demote_prompt(slot)
             for _, snapshot in self._pending.pop(slot, ()):
                 self.snapshots.release(snapshot)
             self._answers.pop(slot, None)
@@ -289,6 +298,13 @@ class StateSaver:
                 self.snapshots.unpin(int(self._restored[slot]))
                 self._restored[slot] = NONE
             self._branch[slot] = 0
+
+    def _demote_prompt(self, slot: int) -> None:
+        """Let the snapshot at the end of a slot's prompt be evicted first."""
+        last = int(self._slots.num_prompt[slot]) // self._pool.page_size - 1
+        if last >= 0:
+            key = self._slots.page_keys[slot, last]
+            self.snapshots.demote(int(self._pool.index.find(key[None])[0]))
 
     def check(self) -> None:
         """Check all invariants (see `SnapshotPool.check`)."""

@@ -59,6 +59,7 @@ def test_a_case_has_states_of_its_shapes() -> None:
     assert config.state_bytes == 4 * sum(int(np.prod(shape)) for shape in shapes)
 
 
+@pytest.mark.own_engine
 def test_chats_find_the_tokens_that_a_model_without_states_finds() -> None:
     found = chat_hits(count=3, turns=3, scale=16)
     assert report_chats(found) and found["cached_tokens"] > 0.4 * found["prompt_tokens"]
