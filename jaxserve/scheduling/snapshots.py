@@ -16,10 +16,6 @@ from jaxserve.scheduling.plan import StatePlan
 from jaxserve.scheduling.slot_table import SlotTable
 
 NONE = -1
-# Interval of the borders within a prompt without cached pages.
-GRID = 1024
-# The borders of shorter prefixes are saved in free snapshots only.
-LEAST = 256
 
 
 class SnapshotPool:
@@ -165,11 +161,24 @@ class StateSaver:
     tokens evict no snapshot. The snapshot of a prompt's end is evicted first once the longer one of
     its answer exists, which the next turn of a chat uses.
 
+    `python -m scripts.bench.prefix --part hits --part chats` measures these borders. With a
+    snapshot for each 9,000 cached tokens and 600,000 pages, 11.9 % of the tokens of Mooncake's
+    trace are reused, 2.5 % with a snapshot at every 1,024 tokens and 0.1 % at every page. With one
+    for each 1,024 tokens it is 16.6 % and 17.1 %: a launch saves one border of a row, and long
+    prompts have several in each launch. Chats reuse as many tokens as without states.
+
     Args:
         pool: the page pool, whose evictions drop snapshots.
         slots: the slot table.
         num_snapshots: number of snapshots.
+
+    Attributes:
+        interval: number of tokens between the borders within a prompt without cached pages.
+        least: number of tokens below which a prefix evicts no snapshot.
     """
+
+    interval = 1024
+    least = 256
 
     def __init__(self, pool: PagePool, slots: SlotTable, num_snapshots: int) -> None:
         self.snapshots = SnapshotPool(num_snapshots, pool.num_pages)
@@ -230,7 +239,7 @@ class StateSaver:
         branch = int(self._branch[slot])
         if start < branch <= end:
             return branch
-        grid = min(end, prompt) // GRID * GRID
+        grid = min(end, prompt) // self.interval * self.interval // size * size
         if self._is_cold[slot] and grid > start:
             return grid
         if start < prompt <= end:
@@ -242,7 +251,7 @@ class StateSaver:
         """Return the snapshot for a border of a slot, or -1. It is pending from now on."""
         is_answer = border > int(self._slots.num_prompt[slot])
         snapshot = self._previous(slot) if is_answer else NONE
-        if snapshot == NONE and (border >= LEAST or self.snapshots.has_free):
+        if snapshot == NONE and (border >= self.least or self.snapshots.has_free):
             snapshot = self.snapshots.acquire()
         if snapshot == NONE:
             return NONE
