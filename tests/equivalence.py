@@ -363,6 +363,7 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
     engine.pool.__init__(min(pages, DEVICE_PAGES), page)
     if engine.scheduler.states is not None:
         engine.pool.snapshots = engine.scheduler.states.snapshots
+        engine.scheduler.states.interval, engine.scheduler.states.least = 8, 1
     asks = adversarial_workload(
         rng,
         count=rng.randrange(4, 11),

@@ -192,7 +192,7 @@ class ModelConfig:
                 f"{where}: this {name} cannot be served; "
                 f"{len(problems)} field(s) are wrong:\n  " + "\n  ".join(problems)
             )
-        return config
+        return config if config.num_state_layers else replace(config, recurrent=None)
 
     def rope_of(self, layer: int) -> Rope | None:
         """Return the rotary embedding (`Rope`) of a layer, or None if the layer does not rotate."""
