@@ -61,7 +61,7 @@ def test_states_of_a_published_model_by_hand() -> None:
     found = plan("H200")
     assert found.state_bytes == STATE == 30 * (32 * 128 * 128 + 3 * 8192) * 4
     assert found.page_bytes == 16 * TOKEN and found.state_tokens == 3216
-    assert found.sizes == Sizes(0.9, 256, 8192) and 256 * STATE == pytest.approx(15.7 * GIB, 0.001)
+    assert found.sizes == Sizes(0.9, 256, 8192) and round(256 * STATE / GIB, 1) == 15.7
     # A tenth of the cache that there would be without snapshots, and the null slot.
     states, snapshots = found.states, found.num_snapshots
     assert states is not None and snapshots and states.count == 256 + 1 + snapshots
@@ -153,7 +153,7 @@ def test_bytes_of_snapshots_are_a_setting() -> None:
         plan("H200", state_cache_bytes=STATE - 1)
     assert refused.value.parameter == "state_cache_bytes"
     # Of two engines each has its share.
-    shares = {"memory_share": 0.5, "gpu_memory_utilization": 0.9}
+    shares: dict[str, Any] = {"memory_share": 0.5, "gpu_memory_utilization": 0.9}
     shared = plan("H200", "int4", state_cache_bytes=8 * STATE, **shares)
     assert shared.num_snapshots == 4
     with pytest.raises(InvalidRequest, match=f"at least {2 * STATE:,}$"):
@@ -165,7 +165,7 @@ def test_bytes_of_snapshots_are_a_setting() -> None:
 
 
 def test_too_many_snapshots_are_refused() -> None:
-    settings = {"state_cache_bytes": 100 * GIB, "max_num_seqs": 8}
+    settings: dict[str, Any] = {"state_cache_bytes": 100 * GIB, "max_num_seqs": 8}
     found, device = plan("H100", "int8", **settings), named_device("H100")
     config = EngineConfig(**settings)
     assert not found.starts and slots_refusal(config, weights_of(), found, device) is None
@@ -174,7 +174,7 @@ def test_too_many_snapshots_are_refused() -> None:
 
 
 def test_arrays_of_pages_are_those_of_layers_with_attention() -> None:
-    """One layer's keys of 8 bits take 8,192 bytes a page, so 2.5 GiB of them are not addressable."""
+    """A layer's keys of 8 bits take 8,192 bytes a page, so 2.5 GiB are not addressable."""
     pages = 5 * GIB // 2 // 8192
     found = plan("H200", "int8", kv_cache_dtype="fp8", num_gpu_blocks_override=pages)
     assert found.page_bytes == 10 * 2 * 8192 and found.num_pages == (2 * GIB - 1) // 8192
