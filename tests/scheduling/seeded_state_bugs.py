@@ -71,8 +71,7 @@ STATE_BUGS = (
         "a preempted row resumes from its old state",
         SCHEDULER,
         "self.states.begin(slot, hits, len(matched))",
-        "self.states.begin("
-        "slot, hits[:0] if sequence.num_preemptions else hits, len(matched))",
+        "self.states.begin(slot, hits[:0] if sequence.num_preemptions else hits, len(matched))",
         letter="o",
     ),
     Bug(
