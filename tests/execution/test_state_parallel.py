@@ -62,7 +62,7 @@ def test_queries_keys_and_values_are_each_divided() -> None:
 
 
 @pytest.mark.parametrize(
-    "case, problem",
+    ("case", "problem"),
     [
         ("qwen3_next_two_a_key", "linear_num_key_heads is 2; allowed: a multiple of 4"),
         ("nemotron_h_all_kinds", "the number of groups is 2; allowed: a multiple of 4"),
