@@ -58,7 +58,7 @@ class Setup:
     def scheduler(self, pool: PagePool, slots: SlotTable) -> Scheduler:
         """Return the scheduler under test."""
         if self.kind == "continuous":
-            return Scheduler(
+            scheduler = Scheduler(
                 pool,
                 slots,
                 max_num_batched_tokens=self.budget,
@@ -67,6 +67,9 @@ class Setup:
                 policy=self.policy,
                 num_snapshots=self.num_snapshots,
             )
+            if scheduler.states is not None:  # prompts are short
+                scheduler.states.interval, scheduler.states.least = 2 * self.page_size, 1
+            return scheduler
         return StaticScheduler(
             pool,
             slots,
@@ -89,4 +92,20 @@ SETUPS = st.builds(
     num_steps=st.sampled_from([1, 1, 2, 3, 8]),
     window=st.sampled_from([None, None, None, 2, 5, 16]),
     num_snapshots=st.sampled_from([None, None, 0, 1, 1, 2, 4, 30]),
+)
+
+STATE_SETUPS = st.builds(
+    Setup,
+    kind=st.just("continuous"),
+    page_size=st.sampled_from([1, 4]),
+    num_tokens=st.integers(16, 64),
+    num_slots=st.integers(2, 4),
+    spare_budget=st.integers(0, 24),
+    threshold=st.sampled_from([0, 0, 1, 3]),
+    prefix_caching=st.just(True),
+    policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
+    asynchronous=st.booleans(),
+    num_steps=st.sampled_from([1, 1, 2, 8]),
+    window=st.none(),
+    num_snapshots=st.sampled_from([1, 2, 4, 30]),
 )
