@@ -204,8 +204,8 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
         return plt.load(refs["gates"].at[at], mask=is_real, other=0.0).astype(jnp.float32)
 
     rate = jnp.exp(constant(0))
-    if spec.is_delta:
-        write = 1.0 / (1.0 + jnp.exp(-gate(0)))
+    if isinstance(sizes, DeltaOptions):
+        write = sizes.strength / (1.0 + jnp.exp(-gate(0)))
         decay = _softplus(gate(1) + constant(1))
         products, *squares = others
         query_factor, key_factor = (lax.rsqrt(square + sizes.eps) for square in squares)

@@ -38,7 +38,7 @@ SMALL = ChunkConfig(block_tokens=16, columns=16, block_inputs=16, row_inputs=16)
 # Options, dtype, and block sizes if they are not those of a call.
 CASES: dict[str, tuple[Any, Any, ChunkConfig | None]] = {
     "delta": (DeltaOptions(1, 3, 24, 20), jnp.bfloat16, None),
-    "delta-small-blocks": (DeltaOptions(2, 4, 40, 33), jnp.float32, SMALL),
+    "delta-small-blocks": (DeltaOptions(2, 4, 40, 33, strength=2.0), jnp.float32, SMALL),
     "mamba2": (Mamba2Options(1, 2, 24, 40, 0.01, 2.0), jnp.bfloat16, None),
     "mamba2-small-blocks": (Mamba2Options(2, 2, 20, 16), jnp.float32, SMALL),
     "conv": (ConvOptions("silu"), jnp.bfloat16, None),
