@@ -40,7 +40,7 @@ class ChunkConfig:
 
     block_tokens: int = 64  # a power of two from 16 on
     columns: int = 16  # of the part of a state that a program holds, a power of two from 16 on
-    block_inputs: int = 32  # of a product of the first launch, a power of two from 16 on
+    block_inputs: int = 16  # of a product of the first launch, a power of two from 16 on
     row_inputs: int = 64  # of a product of the second launch, likewise
     block_warps: int = 8  # of the first launch
     row_warps: int = 4  # of the second launch
@@ -49,7 +49,7 @@ class ChunkConfig:
     def of(cls, case: StateCase) -> ChunkConfig:
         """Return the sizes for a call, which fit the card's shared memory and spill nothing."""
         if case.product_dtype.itemsize == 4:
-            return cls(32, columns=32, row_inputs=32, block_warps=4, row_warps=8)
+            return cls(32, 32, block_inputs=32, row_inputs=32, block_warps=4, row_warps=8)
         return cls()
 
 
@@ -136,7 +136,13 @@ class ChunkSpec:
 
 
 def _softplus(x: jax.Array) -> jax.Array:
-    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+    # log(1 + e) is 2 atanh(e / (2 + e)), whose series is exact to float32 for e up to 1. A GPU's
+    # approximate logarithm is not exact near 1.
+    exponential = jnp.exp(-jnp.abs(x))
+    ratio = exponential / (2.0 + exponential)
+    square = ratio * ratio
+    series = functools.reduce(lambda total, n: total * square + 1 / n, range(13, 0, -2), 0.0)
+    return jnp.maximum(x, 0.0) + 2.0 * ratio * series
 
 
 def _scaled(numbers: jax.Array, factors: jax.Array, axis: int) -> jax.Array:
@@ -180,21 +186,25 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
     is_real = piece >= 0
     group = lax.div(head, jnp.int32(sizes.heads // sizes.groups))
 
-    def add_products(nth: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Add what some inputs contribute to products and squares of queries and keys."""
+    def products(nth: jax.Array | int) -> tuple[jax.Array, ...]:
+        """Return products and squares of queries and keys over some of their inputs."""
         query, key = (
             spec.load(refs["mixed"], part, group, nth * spec.inputs, token, is_real)
             for part in (QUERIES, KEYS)
         )
-        parts = [spec.dot(query, key.T)]
-        if spec.is_delta:
-            squares = (jnp.square(part.astype(jnp.float32)).sum(axis=1) for part in (query, key))
-            parts += [spec.dot(key, key.T), *squares]
-        return tuple(total + part for total, part in zip(sums, parts, strict=True))
+        scores = spec.dot(query, key.T)
+        if not spec.is_delta:
+            return (scores,)
+        squares = [jnp.square(part.astype(jnp.float32)).sum(axis=1) for part in (query, key)]
+        return scores, spec.dot(key, key.T), *squares
 
-    shapes = [(size, size)] * 2 + [(size,)] * 2 if spec.is_delta else [(size, size)]
-    zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
-    scores, *others = lax.fori_loop(jnp.int32(0), jnp.int32(spec.pieces), add_products, zeros)
+    def add_products(nth: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(total + part for total, part in zip(sums, products(nth), strict=True))
+
+    # A loop in place of repeated code spares registers. The first product starts no sum of zeros,
+    # which ptxas would write to registers while a product of Hopper may use them.
+    count = jnp.int32(spec.pieces)
+    scores, *others = lax.fori_loop(jnp.int32(1), count, add_products, products(0))
 
     def constant(nth: int) -> jax.Array:
         return refs["constants"][nth, head]
@@ -207,7 +217,7 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
     if isinstance(sizes, DeltaOptions):
         write = sizes.strength / (1.0 + jnp.exp(-gate(0)))
         decay = _softplus(gate(1) + constant(1))
-        products, *squares = others
+        key_products, *squares = others
         query_factor, key_factor = (lax.rsqrt(square + sizes.eps) for square in squares)
         query_factor = query_factor * sizes.inputs**-0.5
     else:
@@ -231,24 +241,23 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
 
     grown = jnp.exp(past)
     factors = {QUERY: query_factor * grown, KEY: key_factor * jnp.exp(rest)}
-    factors[DECAY] = jnp.exp(past + rest)
-    if write is not None:
-        factors[PAST] = key_factor * grown
-        lower = _scaled(products * shrink, key_factor * write, 0)
-        # A NaN of one row reaches no other row. It comes back with the factors.
-        lower = jnp.where((column < row) & is_seen & (jnp.abs(lower) < LARGEST), lower, 0.0)
-        inverse = jnp.where(is_seen, _scaled(_inverse(lower, spec), write, 1), 0.0)
-        stored = inverse.astype(refs["inverse"].dtype)
-        plt.store(refs["inverse"].at[heads, lines, columns], stored)
+    factors |= {DECAY: jnp.exp(past + rest)} | ({PAST: key_factor * grown} if spec.is_delta else {})
     for nth, factor in factors.items():
         at = spread(head, token.shape), jnp.full_like(token, nth), token
         plt.store(refs["factors"].at[at], factor)
-
-    shape = (size, power_of_two(sizes.outputs))
-    column = spread(jnp.arange(shape[1], dtype=jnp.int32), shape, 1)
-    mask = spread(exists & ~is_real, shape, 0) & (column < sizes.outputs)
-    at = spread(token, shape, 0), spread(head, shape), column
-    plt.store(refs["y"].at[at], jnp.zeros(shape, refs["y"].dtype), mask=mask)
+    y_shape = (size, power_of_two(sizes.outputs))
+    y_column = spread(jnp.arange(y_shape[1], dtype=jnp.int32), y_shape, 1)
+    mask = spread(exists & ~is_real, y_shape, 0) & (y_column < sizes.outputs)
+    at = spread(token, y_shape, 0), spread(head, y_shape), y_column
+    plt.store(refs["y"].at[at], jnp.zeros(y_shape, refs["y"].dtype), mask=mask)
+    if write is None:
+        return
+    # The inverse takes most registers, and so it comes last. A NaN of one row reaches no other row.
+    lower = _scaled(key_products * shrink, key_factor * write, 0)
+    lower = jnp.where((column < row) & is_seen & (jnp.abs(lower) < LARGEST), lower, 0.0)
+    inverse = _inverse(lower, spec)
+    inverse = jnp.where(inverse == 0.0, 0.0, _scaled(inverse, write, 1))
+    plt.store(refs["inverse"].at[heads, lines, columns], inverse.astype(refs["inverse"].dtype))
 
 
 def _across_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> None:

@@ -25,10 +25,12 @@ from tests.machine_code.greatest_cases import GreatestCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import RopeKvWriteCase
+from tests.machine_code.state_cases import StateChunkCase
 
 CASE_TYPES: tuple[type[Case], ...] = (
     *(AttentionCase, KvWriteCase, GroupedCase, QuantizedCase, QuantizedGroupedCase),
     *(AddNormCase, FewRowsCase, GreatestCase, RopeKvWriteCase),
+    StateChunkCase,
     *(BigAttentionCase, BigGroupedCase, BigQuantizedCase),
 )
 

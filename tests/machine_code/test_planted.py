@@ -34,6 +34,8 @@ CASES = (
     "rope_kv_write-bf16-h64",
     "greatest-12x4097",
     "few_rows-bf16-silu",
+    "causal_conv-f32-plain",
+    "state_chunks-delta-bf16-uneven",
 )
 
 

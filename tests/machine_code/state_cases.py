@@ -1,0 +1,170 @@
+"""Steps of prompts of layers with states, with inputs that show mistakes.
+
+Rows start from their own state, from zeros and from another place, and have borders anywhere. Some
+are padding, whose numbers are NaN. States that nothing may read are NaN too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+import pallas_kernels
+from pallas_kernels import ConvOptions, DeltaOptions, Mamba2Options, StateRows, reference
+from tests.machine_code.attention_cases import DTYPES, evaluate
+from tests.machine_code.case import Capability, Case
+from tests.machine_code.comparison import Tolerance
+from tests.machine_code.product_cases import ROUNDING
+
+PLACES = 10
+UNREAD = np.array([4, 5, 6, 7, 8, 9])
+FRESH, PADDING = -1, -1
+
+
+@dataclasses.dataclass(frozen=True)
+class StateChunkCase(Case):
+    """Step of a convolution, of the gated delta rule or of Mamba-2.
+
+    Attributes:
+        name: unique among all cases.
+        kind: "conv", "delta" or "mamba2".
+        sizes: taps and channels, or groups, heads, inputs and outputs.
+        lengths: tokens of at most 4 rows. The second row starts from zeros, the third one is
+            padding, and the fourth one starts from another place.
+        borders: of the rows.
+        last: tokens after the last row.
+        has_bias: whether the convolution has a bias, and SiLU.
+        dtype: of the tokens.
+        seed: of all numbers.
+    """
+
+    name: str
+    kind: str
+    sizes: tuple[int, ...]
+    lengths: tuple[int, ...] = (70, 1, 3, 20)
+    borders: tuple[int, ...] = (41, 1, 2, 0)
+    last: int = 2
+    has_bias: bool = True
+    dtype: str = "bf16"
+    seed: int = 0
+
+    @property
+    def family(self) -> str:  # type: ignore[override]
+        return "causal_conv" if self.kind == "conv" else "state_chunks"
+
+    @property
+    def kernel_module(self) -> str:  # type: ignore[override]
+        return f"pallas_kernels.gpu.triton_{self.family}"
+
+    @property
+    def dtypes(self) -> str:
+        return self.dtype
+
+    donated: ClassVar[tuple[int, ...]] = (1,)
+
+    @property
+    def tolerances(self) -> list[Tolerance]:
+        """Tolerances. Keys, queries, updates and states are rounded before they are multiplied.
+
+        Results next to the middle of two numbers are rounded to either.
+        """
+        rounding = ROUNDING[self.dtype] + 2e-6
+        if self.kind == "conv":
+            return [Tolerance(2 * rounding, 2e-6), Tolerance.exact()]
+        # Products of float16 are those of float32.
+        products = ROUNDING["bf16"] if self.dtype == "bf16" else 0.0
+        products += 2e-6
+        return [Tolerance(2 * rounding, 6 * products), Tolerance(0.0, 2 * products)]
+
+    @property
+    def options(self) -> Any:
+        """Options of the operation."""
+        if self.kind == "conv":
+            return ConvOptions("silu" if self.has_bias else "none")
+        return DeltaOptions(*self.sizes) if self.kind == "delta" else Mamba2Options(*self.sizes)
+
+    def runs_on(self, capability: Capability) -> bool:
+        """Return whether the machine code for a capability can be executed."""
+        has_no_products = self.kind == "conv" and capability == (10, 0)
+        return has_no_products or super().runs_on(capability)
+
+    def arguments(self) -> list[np.ndarray]:
+        """Make the arguments of the compiled program: tokens, states, others, and rows."""
+        rng, dtype, options = np.random.default_rng(self.seed), DTYPES[self.dtype], self.options
+        start = np.cumsum([0, *self.lengths])
+        count, tokens = len(self.lengths), start[-1] + self.last
+
+        def draw(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape).astype(np.float32)
+
+        if self.kind == "conv":
+            taps, channels = self.sizes
+            x, past = draw(tokens, channels), draw(PLACES, taps - 1, channels)
+            others = [draw(taps, channels), draw(channels)][: 1 + self.has_bias]
+            others = [array.astype(dtype) for array in others]
+        else:
+            gates = (tokens, 2, options.heads) if self.kind == "delta" else (tokens, options.heads)
+            x, past = draw(tokens, options.width), draw(PLACES, *self.sizes[1:])
+            others = [draw(*gates).astype(dtype), draw(options.num_constants, options.heads)]
+        past[UNREAD] = np.nan
+        x[start[-1] :] = np.nan
+        if count > 2:
+            x[start[2] : start[3]] = np.nan
+        source, target = [0, FRESH, 2, 3], [0, 1, PADDING, 4]
+        places = source[:count], target[:count], self.borders, [5, 6, 7, 8][:count]
+        rows = [np.array(part, np.int32) for part in (start, *places)]
+        return [x.astype(dtype), past, *others, *rows]
+
+    def operands(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of the operation for those of the program."""
+        (x, past, *others), rows = arrays[:-5], StateRows(*arrays[-5:])
+        if self.kind == "conv":
+            weight, *bias = others
+            return x, past, weight, bias[0] if bias else None, rows, self.options
+        gates, constants = others
+        return x, gates, past, constants, rows, self.options
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation."""
+        return {"conv": "causal_conv", "delta": "gated_delta", "mamba2": "mamba2"}[self.kind]
+
+    def call(self, *arrays: jax.Array) -> Any:
+        """Call the kernel."""
+        run = getattr(pallas_kernels, self.operation)
+        return run(*self.operands(arrays), implementation="triton")
+
+    def expected(self) -> list[np.ndarray]:
+        """Compute the results and states by the specification, token by token."""
+
+        def specification(*arrays: jax.Array) -> Any:
+            return getattr(reference, self.operation)(*self.operands(arrays))
+
+        return evaluate(specification, self.arguments())
+
+
+def state_chunk_cases() -> list[Case]:
+    """List steps of each kind: blocks that sizes divide or not, with several rows or one."""
+
+    def case(name: str, *fields: Any, **named: Any) -> Case:
+        family = "causal_conv" if fields[0] == "conv" else "state_chunks"
+        return StateChunkCase(f"{family}-{name}", *fields, **named)
+
+    few: dict[str, Any] = {"lengths": (33, 1, 2, 5), "borders": (32, 0, 1, 5)}
+    return [
+        case("bf16", "conv", (3, 130)),
+        case("f32-plain", "conv", (2, 32), has_bias=False, dtype="f32", **few),
+        case("f16-of-seven", "conv", (7, 40), dtype="f16", **few),
+        case("delta-bf16", "delta", (1, 2, 32, 32)),
+        case("delta-bf16-uneven", "delta", (2, 2, 40, 24), **few),
+        case("delta-bf16-h128", "delta", (1, 1, 128, 16), lengths=(65, 2), borders=(64, 1)),
+        case("delta-f32", "delta", (1, 2, 24, 20), dtype="f32", **few),
+        case("delta-f16", "delta", (1, 1, 16, 16), dtype="f16", **few),
+        case("mamba2-bf16", "mamba2", (1, 2, 32, 24)),
+        case("mamba2-bf16-h128x80", "mamba2", (1, 1, 128, 80), lengths=(66,), borders=(3,)),
+        case("mamba2-f32", "mamba2", (2, 2, 40, 33), dtype="f32", **few),
+        case("mamba2-f16", "mamba2", (1, 1, 7, 5), dtype="f16", **few),
+    ]
