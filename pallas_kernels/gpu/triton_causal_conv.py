@@ -137,7 +137,7 @@ def _begin_row(
 
 
 def _positions(rows: StateRows, tokens: int) -> jax.Array:
-    """Return the position of each token in its row, i32[tokens], -1 for padding."""
+    # Padding has -1.
     token = jnp.arange(tokens, dtype=jnp.int32)
     row = (rows.query_start[None] <= token[:, None]).sum(axis=1, dtype=jnp.int32) - 1
     count = len(rows.source)

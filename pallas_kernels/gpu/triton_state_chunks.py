@@ -50,7 +50,9 @@ class ChunkConfig:
         """Return the sizes for a call, which fit the card's shared memory and spill nothing."""
         if case.product_dtype.itemsize == 4:
             return cls(32, 32, block_inputs=32, row_inputs=32, block_warps=4, row_warps=8)
-        return cls()
+        # From 9.0 to 11.0 products read their operands from shared memory, not from registers.
+        has_spare = (9, 0) <= case.device.capability < (12, 0)
+        return cls(block_warps=4 if has_spare else 8)
 
 
 PAST, QUERY, KEY, DECAY = range(4)

@@ -35,7 +35,7 @@ UNREAD = np.array([4, 5, 6, 7, 8, 9, 10, 11])
 TOLERANCES = {jnp.float32: 2e-5, jnp.bfloat16: 1e-2, jnp.float16: 1e-3}
 """Of results, relative to the largest one. States have these too."""
 SMALL = ChunkConfig(block_tokens=16, columns=16, block_inputs=16, row_inputs=16)
-# Options, dtype, and block sizes if they are not those of a call.
+# Options, dtype, and block sizes other than the default.
 CASES: dict[str, tuple[Any, Any, ChunkConfig | None]] = {
     "delta": (DeltaOptions(1, 3, 24, 20), jnp.bfloat16, None),
     "delta-small-blocks": (DeltaOptions(2, 4, 40, 33, strength=2.0), jnp.float32, SMALL),
@@ -57,7 +57,7 @@ CONVOLUTIONS = {"conv": (3, 130), "conv-of-seven": (7, 20)}  # taps and channels
 
 
 def rows_of(length: int, border: int, seed: int, last: int = 3) -> StateRows:
-    """Make a row of `length` tokens, a row of one, padding of two, a long one, and one of none.
+    """Make a row of `length` tokens, a row of one, padding of two, a long row and an empty one.
 
     `last` tokens follow the last row. The first row starts from zeros or from its own state, and
     the long one from place 3.
@@ -135,14 +135,14 @@ def check(name: str, rows: StateRows, poisoned: int | None = None) -> None:
         expected, expected_after = (np.asarray(part) for part in results)
     assert not y[is_padding].any()
     pairs = (y[row != poisoned], expected[row != poisoned]), (after[places], expected_after[places])
-    for got, wanted in pairs:
-        scale = max(1.0, np.nanmax(np.abs(wanted)))
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=scale * TOLERANCES[dtype])
+    for got, specified in pairs:
+        scale = max(1.0, np.nanmax(np.abs(specified)))
+        np.testing.assert_allclose(got, specified, rtol=0, atol=scale * TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_every_length(name: str) -> None:
-    """The border is anywhere: at zero (none), at the end, within a block or between two."""
+    """The border is anywhere: at zero for no border, at the end, within a block or between two."""
     rng = np.random.default_rng(7)
     for length in range(1, LONGEST + 1):
         check(name, rows_of(length, int(rng.integers(0, length + 1)), length))

@@ -1,7 +1,7 @@
 """Steps of prompts of layers with states, with inputs that show mistakes.
 
 Rows start from their own state, from zeros and from another place, and have borders anywhere. Some
-are padding, whose numbers are NaN. States that nothing may read are NaN too.
+are padding, whose numbers are NaN. Unread states are NaN too.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StateChunkCase(Case):
         rounding = ROUNDING[self.dtype] + 2e-6
         if self.kind == "conv":
             return [Tolerance(2 * rounding, 2e-6), Tolerance.exact()]
-        # Products of float16 are those of float32.
+        # Products of float16 have float32 operands.
         products = ROUNDING["bf16"] if self.dtype == "bf16" else 0.0
         products += 2e-6
         return [Tolerance(2 * rounding, 6 * products), Tolerance(0.0, 2 * products)]
@@ -119,7 +119,7 @@ class StateChunkCase(Case):
         return [x.astype(dtype), past, *others, *rows]
 
     def operands(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the operation for those of the program."""
+        """Return the arguments of the operation from the program's arguments."""
         (x, past, *others), rows = arrays[:-5], StateRows(*arrays[-5:])
         if self.kind == "conv":
             weight, *bias = others
