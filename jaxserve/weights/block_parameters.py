@@ -190,6 +190,8 @@ def _form_that_stays(entry: TensorEntry, on_cpu: bool) -> str | None:
         return stacked_form(entry) if on_cpu else None
     if isinstance(entry, JoinedTensor):
         return stacked_form(entry)
-    if not isinstance(entry, GgufTensor) or len(entry.shape) != 2 or entry.added:
+    if not isinstance(entry, GgufTensor) or len(entry.shape) != 2:
+        return None
+    if entry.restore is not None or not entry.moves_blocks:
         return None
     return entry.encoding.name if entry.encoding.name in FORMATS else None

@@ -12,6 +12,9 @@ from jaxserve.models.config.recurrent import ShortConvSizes
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import MAX_MLP, ConfigRules
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope, sizes_of_layers
+from jaxserve.models.gguf.rules import TENSORS as GGUF_TENSORS
+from jaxserve.models.gguf.rules import Change, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
@@ -121,10 +124,60 @@ RULES = ConfigRules(
     mlp_size=_mlp_size,
     tied=True,
 )
+
+
+def finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of LFM2 to the config.json `raw` of a GGUF file.
+
+    Layers without key heads are convolutions. The width of the MLP is final.
+    """
+    read_rope(gguf, raw)
+    heads = sizes_of_layers(gguf, "attention.head_count_kv", raw.get("num_hidden_layers"))
+    raw["layer_types"] = [FULL if count else CONV for count in heads]
+    raw["block_auto_adjust_ff_dim"] = False
+
+
+def change_of_taps(config: ModelConfig, name: str) -> Change | None:
+    """Return the change of a convolution's taps, which a GGUF file has as [channels, taps]."""
+    if not name.endswith(".conv.conv.weight") or config.recurrent is None:
+        return None
+    return Change((config.hidden_size, 1, config.recurrent.width))
+
+
+GGUF = GgufRules(
+    "Lfm2ForCausalLM",
+    finish_gguf,
+    tensors=MappingProxyType(
+        {
+            **GGUF_TENSORS,
+            "token_embd_norm": "model.norm",
+            "blk.{}.shortconv.in_proj": "model.layers.{}.conv.in_proj",
+            "blk.{}.shortconv.conv": "model.layers.{}.conv.conv",
+            "blk.{}.shortconv.out_proj": "model.layers.{}.conv.out_proj",
+        }
+    ),
+    fields=MappingProxyType(
+        {
+            "shortconv.l_cache": "conv_L_cache",
+            "attention.layer_norm_rms_epsilon": "norm_eps",
+        }
+    ),
+    change=change_of_taps,
+    required=frozenset(
+        {
+            "shortconv.l_cache",
+            "attention.head_count_kv",
+            "attention.layer_norm_rms_epsilon",
+            "feed_forward_length",
+        }
+    ),
+    absent=frozenset({"attention.head_count_kv"}),
+)
 LFM2 = Family(
     architectures={
         "Lfm2ForCausalLM": Architecture(
             RULES, _weights, FamilyTraits(qk_norm="head"), tensors=TENSORS
         )
-    }
+    },
+    gguf={"lfm2": GGUF},
 )
