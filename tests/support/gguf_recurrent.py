@@ -17,10 +17,19 @@ from safetensors.numpy import load_file
 
 from scripts.compare.write_gguf import add_tokenizer
 from tests.support.gguf_files import Type, _add, finish
+from tests.support.recurrent_checkpoints import packed
 
 Tensors = Iterator[tuple[str, np.ndarray]]
+OLDER_NEXT = "older qwen3next"
 # Tensors in float32 in every file.
 EXACT = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv")
+# Of the block that predicts further tokens.
+NEXTN = {
+    "eh_proj": gguf.MODEL_TENSOR.NEXTN_EH_PROJ,
+    "enorm": gguf.MODEL_TENSOR.NEXTN_ENORM,
+    "hnorm": gguf.MODEL_TENSOR.NEXTN_HNORM,
+    "shared_head.norm": gguf.MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM,
+}
 
 
 class Converter:
@@ -75,7 +84,9 @@ class Converter:
 
     def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
         other = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert other is not None, name
+        if other is None:
+            part = name.removeprefix(f"model.layers.{layer}.").removesuffix(".weight")
+            other = f"{gguf.TENSOR_NAMES[NEXTN[part]].format(bid=layer)}.weight"
         yield other, tensor
 
     def formatted(self, key: gguf.MODEL_TENSOR, layer: int | None) -> str:
@@ -221,6 +232,18 @@ class Qwen3Next(Converter):
             yield from super().converted(name, tensor, layer)
 
 
+class OlderQwen3Next(Qwen3Next):
+    """Of before 2026: one tensor of all projections, and no keys of the layers' kinds."""
+
+    def set_parameters(self) -> None:
+        super().set_parameters()
+        for key in ("attention.recurrent_layers", "full_attention_interval"):
+            self.writer.kv_data[0].pop(f"qwen3next.{key}")
+
+    def projections(self, tensor: np.ndarray, layer: int | None) -> Tensors:
+        yield self.formatted(gguf.MODEL_TENSOR.SSM_IN, layer), tensor
+
+
 class Qwen35(Qwen3Next):
     """qwen.py's `_LinearAttentionVReorderBase` and `_Qwen35MRopeMixin`."""
 
@@ -279,8 +302,19 @@ class NemotronH(Converter):
         self.attention = [index for index, kind in enumerate(pattern) if kind == "*"]
         self.mamba = [index for index, kind in enumerate(pattern) if kind == "M"]
         self.mlp = [index for index, kind in enumerate(pattern) if kind == letter]
+        self.further: int | None = None
+        if self.is_moe and self.hparams.get("num_nextn_predict_layers"):
+            self.further = self.blocks
+            self.attention.append(self.blocks)
+            self.mlp.append(self.blocks)
+            self.blocks += 1
+            self.names = gguf.get_tensor_name_map(self.arch, self.blocks)
 
     def filtered(self, name: str) -> str:
+        if self.further is not None and name.startswith("mtp."):
+            part = name.split(".", 3)[3].replace("final_layernorm", "shared_head.norm")
+            base = "backbone" if "mixer." in part else "model"
+            return f"{base}.layers.{self.further}.{part}"
         name = super().filtered(name)
         name = name.replace("model.", "backbone.", 1) if name.startswith("model.") else name
         name = name.replace("backbone.embed_tokens", "backbone.embeddings")
@@ -313,6 +347,8 @@ class NemotronH(Converter):
             self.add("expert_feed_forward_length", hparams["moe_intermediate_size"])
             self.add("expert_shared_feed_forward_length", shared)
             self.add("expert_shared_count", hparams["n_shared_experts"])
+            if self.further is not None:
+                self.add("nextn_predict_layers", 1)
             self.add("expert_weights_norm", hparams["norm_topk_prob"])
             self.add("expert_weights_scale", float(hparams["routed_scaling_factor"]))
             if hparams.get("moe_latent_size") is not None:
@@ -369,24 +405,18 @@ def convert(
     path: Path,
     architecture: str,
     kind: Type = Type.F32,
-    metadata: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the GGUF file of a checkpoint folder, with matrices in `kind` and the rest in float32.
 
     Args:
         folder: holds config.json and model.safetensors.
         path: path of the file.
-        architecture: llama.cpp's name of the architecture.
+        architecture: llama.cpp's name of the architecture, or `OLDER_NEXT`.
         kind: form of the matrices.
-        metadata: keys of the architecture to replace, or to leave out if the value is None.
     """
-    converter = CONVERTERS[architecture](folder, path)
+    converter = OlderQwen3Next if architecture == OLDER_NEXT else CONVERTERS[architecture]
+    converter = converter(folder, path)
     converter.set_parameters()
-    for key, value in (metadata or {}).items():
-        if value is None:
-            converter.writer.kv_data[0].pop(f"{architecture}.{key}")
-        else:
-            converter.add(key, value)
     size = converter.hparams["vocab_size"]
     add_tokenizer(converter.writer, ["<unk>", "<s>", "</s>", *map(str, range(3, size))])
     for name, values in converter.all_tensors():
@@ -396,6 +426,6 @@ def convert(
         if plain or kind == Type.F32:
             converter.writer.add_tensor(name, values)
         else:
-            converter.writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+            converter.writer.add_tensor(name, packed(values, kind), raw_dtype=kind)
     finish(converter.writer)
     return path

@@ -12,9 +12,9 @@ from jaxserve.models.config.recurrent import ShortConvSizes
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import MAX_MLP, ConfigRules
 from jaxserve.models.family import Architecture, Family, FamilyTraits
-from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope, sizes_of_layers
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, layers_with, read_rope
+from jaxserve.models.gguf.rules import SIZES, Change, GgufRules
 from jaxserve.models.gguf.rules import TENSORS as GGUF_TENSORS
-from jaxserve.models.gguf.rules import Change, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
@@ -132,7 +132,7 @@ def finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     Layers without key heads are convolutions. The width of the MLP is final.
     """
     read_rope(gguf, raw)
-    heads = sizes_of_layers(gguf, "attention.head_count_kv", raw.get("num_hidden_layers"))
+    heads = layers_with(gguf, "attention.head_count_kv", raw.get("num_hidden_layers"))
     raw["layer_types"] = [FULL if count else CONV for count in heads]
     raw["block_auto_adjust_ff_dim"] = False
 
@@ -163,7 +163,8 @@ GGUF = GgufRules(
         }
     ),
     change=change_of_taps,
-    required=frozenset(
+    required=SIZES
+    | frozenset(
         {
             "shortconv.l_cache",
             "attention.head_count_kv",

@@ -20,12 +20,12 @@ from jaxserve.models.gguf.metadata import (
     FURTHER,
     GgufMetadata,
     Raw,
+    layers_with,
     quotient,
-    sizes_of_layers,
     skip_further,
 )
+from jaxserve.models.gguf.rules import SIZES, Change, GgufRules, log_of_negated
 from jaxserve.models.gguf.rules import TENSORS as GGUF_TENSORS
-from jaxserve.models.gguf.rules import Change, GgufRules, log_of_negated
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     attention_projections,
@@ -245,8 +245,8 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     """
     skip_further(gguf, raw)
     layers = raw.get("num_hidden_layers")
-    heads = sizes_of_layers(gguf, "attention.head_count_kv", layers)
-    widths = sizes_of_layers(gguf, "feed_forward_length", layers)
+    heads = layers_with(gguf, "attention.head_count_kv", layers)
+    widths = layers_with(gguf, "feed_forward_length", layers)
     dense = MOE if "n_routed_experts" in raw else MLP
     raw["layers_block_type"] = [
         dense if width else FULL if count else LINEAR
@@ -309,7 +309,8 @@ GGUF = GgufRules(
     read=frozenset({FURTHER, "rope.freq_base", "ssm.inner_size"}),
     paired=True,
     change=change_of_mamba,
-    required=MAMBA_FIELDS.keys()
+    required=SIZES
+    | MAMBA_FIELDS.keys()
     | {
         "attention.head_count_kv",
         "attention.key_length",
@@ -359,6 +360,7 @@ MOE_GGUF = replace(
         }
     ),
     required=GGUF.required | EXPERT_KEYS.keys(),
+    computed=MappingProxyType({"expert_gating_func": (0, 2)}),  # a sigmoid
 )
 NEMOTRON_H = Family(
     architectures={

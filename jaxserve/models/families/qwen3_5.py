@@ -35,6 +35,7 @@ from jaxserve.models.gguf.rules import (
     EXPERTS,
     LESS_ONE,
     ROUTER,
+    SIZES,
     TENSORS,
     Change,
     GgufRules,
@@ -213,10 +214,11 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     read_rope_scaling(gguf, raw)
     layers, recurrent = raw.get("num_hidden_layers"), gguf.get(RECURRENT)
     if recurrent is not None and type(layers) is int:
-        if np.ndim(recurrent) != 1 or len(recurrent) < layers:
+        blocks = gguf.get("block_count")
+        if not isinstance(recurrent, np.ndarray) or len(recurrent) != blocks:
             raise CheckpointError(
                 f"{gguf.path}: {gguf.key(RECURRENT)} is {shown(recurrent)}; allowed: true or false "
-                f"for each of {layers} layers"
+                f"for each of {blocks} blocks"
             )
         raw["layer_types"] = [LINEAR if flag else FULL for flag in recurrent[:layers]]
 
@@ -310,12 +312,13 @@ _GGUF_EXPERT_FIELDS = MappingProxyType(
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     }
 )
-_GGUF_SIZES = frozenset(
+_GGUF_SIZES = SIZES | frozenset(
     {
         *(_GGUF_FIELDS.keys() - {"full_attention_interval"}),
         "ssm.inner_size",
         "rope.dimension_count",
         "attention.key_length",
+        "attention.layer_norm_rms_epsilon",
     }
 )
 QWEN35_GGUF = GgufRules(

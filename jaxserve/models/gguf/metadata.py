@@ -60,14 +60,14 @@ def skip_further(gguf: GgufMetadata, raw: Raw) -> None:
         raw["num_hidden_layers"] = layers - further
 
 
-def sizes_of_layers(gguf: GgufMetadata, name: str, layers: Any) -> list[int]:
-    """Return the values of metadata key "<architecture>.<name>" for the first `layers` layers.
+def layers_with(gguf: GgufMetadata, name: str, layers: Any) -> list[bool]:
+    """Return whether the size under "<architecture>.<name>" is not 0, for each of `layers` layers.
 
-    A single number is the size of every layer.
+    A single number is the size of every layer. Of a longer list, the first values count.
     """
     value = gguf.get(name, 0)
     count = layers if type(layers) is int and 0 <= layers < MAX_LAYERS else 0
-    return [value] * count if np.ndim(value) == 0 else [int(size) for size in value[:count]]
+    return [bool(value)] * count if np.ndim(value) == 0 else [bool(size) for size in value[:count]]
 
 
 def quotient(gguf: GgufMetadata, name: str, divisor: str) -> int:

@@ -98,6 +98,11 @@ READ = TEXTS | frozenset({
     "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
 })  # fmt: skip
 NO_NAMES: Names = MappingProxyType({})
+NO_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+# Keys without a default in llama.cpp.
+SIZES = frozenset({
+    "context_length", "embedding_length", "block_count", "attention.head_count",
+})  # fmt: skip
 # The tensor that belongs to the configuration: divisors of each pair's frequency.
 FACTORS = frozenset({"rope_freqs.weight"})
 
@@ -183,7 +188,9 @@ class GgufRules:
             meaning.
         change: returns how the file's tensor differs from the checkpoint's, given the model's
             configuration and the checkpoint's name of the tensor, or None for an equal tensor.
-        required: metadata keys that have no default.
+        required: metadata keys without a default.
+        computed: allowed values, by key, of metadata that is not a config field. They precede
+            `COMPUTED` and `COMPUTED_BY_EXPERTS`.
         absent: metadata keys of sizes that may be lists with 0 for layers without the part.
         lists: metadata keys with a value for each layer, which `finish` reads.
         factors: tensors that belong to the configuration, which are present all together or not at
@@ -203,6 +210,7 @@ class GgufRules:
     latent: bool = False
     change: Callable[[ModelConfig, str], Change | None] = no_change
     required: frozenset[str] = frozenset()
+    computed: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NO_VALUES)
     absent: frozenset[str] = frozenset()
     lists: frozenset[str] = frozenset()
     factors: frozenset[str] = FACTORS

@@ -178,31 +178,33 @@ class GgufTensor(TensorEntry):
         return stored
 
     @property
-    def moves_blocks(self) -> bool:
-        """Whether the order of columns moves whole blocks of the encoding."""
+    def input_order(self) -> np.ndarray | None:
+        """The checkpoint's column of each column of blocks, int32, or None for an equal order.
+
+        It is None if `in_order` moves whole blocks to their places.
+        """
         if self.columns is None:
-            return True
-        size = self.encoding.values
-        if len(self.columns) % size:
-            return False
-        blocks = self.columns.reshape(-1, size)
+            return None
+        blocks = self.columns.reshape(-1, self.encoding.values)
         starts = blocks[:, :1]
-        return not (starts % size).any() and np.array_equal(blocks, starts + np.arange(size))
+        moves_blocks = np.array_equal(blocks, starts + np.arange(self.encoding.values))
+        if moves_blocks and not (starts % self.encoding.values).any():
+            return None
+        return np.argsort(self.columns).astype(np.int32)
 
     def in_order(self, rows: np.ndarray) -> np.ndarray:
         """Return rows of a GGUF tensor with columns, and rows of heads, in the checkpoint's order.
 
         Args:
             rows: result of `read_stored`, as values [N, columns] or as blocks [N, blocks, bytes].
-                They are whole heads if the file permutes the rows of each head. Blocks need an
-                order of columns that moves whole blocks.
+                They are whole heads if the file permutes the rows of each head. Blocks keep their
+                places if there is an `input_order`.
         """
-        if self.columns is not None:
-            columns = self.columns
-            if rows.ndim == 3 and self.encoding.is_packed:
-                size = self.encoding.values
-                columns = columns.reshape(-1, size)[:, 0] // size
-            rows = rows[:, columns]
+        if self.columns is not None and rows.ndim == 2:
+            rows = rows[:, self.columns]
+        elif self.columns is not None and self.input_order is None:
+            size = self.encoding.values
+            rows = rows[:, self.columns[::size] // size]
         if not self.heads:
             return rows
         half = self.shape[0] // self.heads // 2

@@ -109,6 +109,7 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
 
     Raises:
         UnsupportedModel: a key or value is not supported, or a value has the wrong type.
+        CheckpointError: a key without a default is missing.
     """
     prefix = f"{file.metadata['general.architecture']}."
     metadata = {
@@ -137,7 +138,8 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
         )
     missing = sorted(rules.required - metadata.keys())
     if missing:
-        raise CheckpointError(f"{file.path}: {listed(prefix + key for key in missing)} missing")
+        keys = listed(prefix + key for key in missing)
+        raise CheckpointError(f"{file.path}: has no metadata key {keys}, without a default")
     for key in metadata.keys() & PER_LAYER:
         layers = metadata.get("block_count")
         metadata[key] = _of_all_layers(metadata[key], layers, key in rules.absent)
@@ -156,7 +158,7 @@ def _computed(metadata: Raw, rules: GgufRules) -> dict[str, tuple[Any, ...]]:
     # Allowed values, by key, of metadata that is not a config field.
     computed = {**COMPUTED, "use_parallel_residual": (rules.parallel,)}
     has_experts = "expert_count" in rules.fields and _says(metadata.get("expert_count", 0))
-    return {**computed, **COMPUTED_BY_EXPERTS} if has_experts else computed
+    return {**computed, **(COMPUTED_BY_EXPERTS if has_experts else {}), **rules.computed}
 
 
 def _of_all_layers(value: Any, layers: Any, zeros: bool) -> Any:
