@@ -382,7 +382,7 @@ def gated_delta(
         for part in (query, key)
     )
     rate, bias = constants
-    write = jax.nn.sigmoid(gates[:, 0].astype(exact))
+    write = options.strength * jax.nn.sigmoid(gates[:, 0].astype(exact))
     decay = jnp.exp(-jnp.exp(rate) * jax.nn.softplus(gates[:, 1].astype(exact) + bias))
 
     def advance(state: jax.Array, *token: jax.Array) -> tuple[jax.Array, jax.Array]:

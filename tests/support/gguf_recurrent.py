@@ -134,6 +134,39 @@ class Lfm2(Converter):
         yield from super().converted(name, tensor, layer)
 
 
+class Lfm2Moe(Lfm2):
+    """lfm2.py's `LFM2MoeModel`."""
+
+    arch = gguf.MODEL_ARCH.LFM2MOE
+
+    def set_parameters(self) -> None:
+        hparams = self.hparams
+        heads = hparams["num_key_value_heads"]
+        hparams["num_key_value_heads"] = [
+            heads if kind == "full_attention" else 0 for kind in hparams["layer_types"]
+        ]
+        Converter.set_parameters(self)
+        self.add("expert_feed_forward_length", hparams["moe_intermediate_size"])
+        self.add("leading_dense_block_count", hparams["num_dense_layers"])
+        self.add("expert_gating_func", int(gguf.ExpertGatingFuncType.SIGMOID))
+        self.add("vocab_size", hparams["vocab_size"])
+        self.add("shortconv.l_cache", hparams["conv_L_cache"])
+
+    def filtered(self, name: str) -> str:
+        return name.replace(".expert_bias", ".expert_bias.bias")
+
+    def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
+        if ".experts." not in name:
+            yield from super().converted(name, tensor, layer)
+        elif "experts.0." in name:
+            of_all = [
+                self.tensors[name.replace("experts.0.", f"experts.{index}.")]
+                for index in range(self.hparams["num_experts"])
+            ]
+            merged = name.removeprefix("model.").replace("experts.0.", "experts.")
+            yield from super().converted(merged, np.stack(of_all).astype(np.float32), layer)
+
+
 class Qwen3Next(Converter):
     """qwen.py's `Qwen2MoeModel`, `_QwenMtpMixin` and `Qwen3NextModel`."""
 
@@ -392,6 +425,7 @@ class NemotronHMoe(NemotronH):
 
 CONVERTERS: Mapping[str, type[Converter]] = {
     "lfm2": Lfm2,
+    "lfm2moe": Lfm2Moe,
     "qwen3next": Qwen3Next,
     "qwen35": Qwen35,
     "qwen35moe": Qwen35Moe,

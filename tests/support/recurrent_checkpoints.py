@@ -74,6 +74,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm2moe": (
+        "Lfm2Moe",
+        {
+            "norm_eps": 1e-5,
+            "layer_types": ["conv", FULL, "conv"],
+            "conv_L_cache": 3,
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3next": ("Qwen3Next", DELTA | SHARED_EXPERT),
     "qwen35": ("Qwen3_5", DELTA),
     "qwen35moe": ("Qwen3_5Moe", DELTA | SHARED_EXPERT),
@@ -153,7 +166,7 @@ def save_checkpoint(
                 values = generator.choice(exact[0], tuple(parameter.shape), p=exact[1])
                 parameter.copy_(torch.from_numpy(values))
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("correction_bias"):
+            if buffer_name.endswith(("correction_bias", "expert_bias")):
                 buffer += 0.1 * torch.randn_like(buffer)
     model.save_pretrained(folder)
     if name == "NemotronH":
