@@ -16,6 +16,7 @@ from typing import Any
 from pallas_kernels.arguments import FP8, FP8_BITS, INT8, Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, target_device
 from pallas_kernels.row_arguments import ProductCase, RowsCase
+from pallas_kernels.state_arguments import StateCase
 
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
@@ -46,6 +47,9 @@ KERNELS: Mapping[tuple[str, str], Mapping[str, str]] = MappingProxyType(
         ("matmul_in_parts", "gpu"): {"triton": "gpu.triton_few_rows", "xla": "reference"},
         ("gated_matmul", "cpu"): {"xla": "reference"},
         ("gated_matmul", "gpu"): {"triton": "gpu.triton_few_rows", "xla": "reference"},
+        # Steps of one token per row. `states.py` calls the CPU kernels.
+        ("causal_conv", "gpu"): {"triton": "gpu.triton_states", "xla": "reference"},
+        ("conv_recurrence", "gpu"): {"triton": "gpu.triton_states", "xla": "reference"},
         ("greatest", "cpu"): {"xla": "reference"},
         ("greatest", "gpu"): {"triton": "gpu.triton_greatest", "xla": "reference"},
     }
@@ -53,7 +57,7 @@ KERNELS: Mapping[tuple[str, str], Mapping[str, str]] = MappingProxyType(
 FUNCTIONS = {"ragged": "ragged_paged_attention", "decode": "paged_decode_attention"}
 """Names of the functions in these modules, if they differ from the name of the operation."""
 
-AnyCase = Case | GroupedCase | RowsCase | ProductCase
+AnyCase = Case | GroupedCase | RowsCase | ProductCase | StateCase
 
 KERNEL_PAGE_SIZES = (16, 32, 64, 128)
 LLVM_PAGE_SIZE = 256
@@ -66,6 +70,7 @@ LLVM_WRITES = (
 )
 """Dtypes of queries and pages that the CPU kernel of ``rope_kv_write`` supports."""
 MAX_GROUP = 16
+MAX_STATE_INPUTS = 512  # a program holds 16 columns of a state in registers
 MAX_NORM_WIDTH = 32768  # a program holds a row in registers
 MOST_ROWS, FEW_ROWS, FEW_OUTPUTS = 256, 64, 2048
 """From more rows on, XLA's products are faster. FEW_ROWS applies to products in parts with many
@@ -155,6 +160,9 @@ def _triton_limit(case: AnyCase) -> str | None:
             return f"x has dtype {case.dtype}; allowed: bfloat16, float16 or float32"
         if case.op == "add_norm" and case.D > MAX_NORM_WIDTH:
             return f"x has D = {case.D}; allowed: 1 to {MAX_NORM_WIDTH}"
+        sizes = case.sizes if isinstance(case, StateCase) else None
+        if sizes is not None and sizes.inputs > MAX_STATE_INPUTS:
+            return f"queries have {sizes.inputs} inputs; allowed: 1 to {MAX_STATE_INPUTS}"
         return None
     if case.S not in KERNEL_PAGE_SIZES:
         return f"k_pages has page size S = {case.S}; allowed: {KERNEL_PAGE_SIZES}"

@@ -7,16 +7,28 @@ within its tokens to a third place, from which later sequences with the same pre
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import reference
-from pallas_kernels.implementation import deferred, has_llvm
-from pallas_kernels.state_arguments import ConvOptions, DeltaOptions, Mamba2Options, StateRows
+from pallas_kernels.devices import target_device
+from pallas_kernels.implementation import choose, deferred, has_llvm, kernel
+from pallas_kernels.state_arguments import (
+    ConvOptions,
+    ConvWeights,
+    DeltaOptions,
+    Mamba2Options,
+    RecurrenceSizes,
+    StateCase,
+    StateRows,
+)
 
 _causal_conv = deferred("pallas_kernels.cpu.causal_conv", "causal_conv")
 _recurrence = deferred("pallas_kernels.cpu.recurrence", "recurrence")
-NO_CONV_OPTIONS = ConvOptions()
+NO_CONV_OPTIONS, SILU = ConvOptions(), ConvOptions("silu")
 STATE_DTYPES = (jnp.float32, jnp.float64)
 
 
@@ -27,6 +39,9 @@ def causal_conv(
     bias: jax.Array | None,
     rows: StateRows,
     options: ConvOptions = NO_CONV_OPTIONS,
+    *,
+    one_token: bool = False,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Convolve each channel over a row's tokens and the inputs that its state holds.
 
@@ -38,11 +53,19 @@ def causal_conv(
         bias: [C] or None.
         rows: tokens and places of each row.
         options: of the convolution.
+        one_token: whether row r has token r alone, or is padding. A GPU then has a kernel.
+        implementation: of that kernel: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,C] of x's dtype, zeros for padding, and the new states. The computation is in the dtype
         of the states.
     """
+    if one_token:
+        case = _case("causal_conv", x, weight, rows)
+        step = _step_kernel(case, implementation)
+        if step is not None:
+            _check_dtypes(x, states)
+            return step(x, states, ConvWeights(weight, bias), rows, options, case)
     if _has_kernel(x, states):
         return _causal_conv(x, states, weight, bias, rows, options)
     return reference.causal_conv(x, states, weight, bias, rows, options)
@@ -105,10 +128,82 @@ def mamba2(
     return reference.mamba2(mixed, steps, states, constants, rows, options)
 
 
+def conv_recurrence(
+    mixed: jax.Array,
+    gates: jax.Array,
+    states: tuple[jax.Array, jax.Array],
+    weights: ConvWeights,
+    constants: jax.Array,
+    rows: StateRows,
+    options: DeltaOptions | Mamba2Options,
+    *,
+    one_token: bool = False,
+    implementation: str = "auto",
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Convolve the numbers of each token, with SiLU, and then apply a recurrence to each row.
+
+    This is ``causal_conv`` and after it ``gated_delta`` or ``mamba2``, by the type of `options`. On
+    a GPU a step of one token per row is one launch.
+
+    Args:
+        mixed: [T,M] queries, keys and values of all heads, in the order of the recurrence.
+        gates: the gates of ``gated_delta``, or the steps of ``mamba2``.
+        states: states of the convolution [N,W-1,M] and of the recurrence, with the same places. In
+            place if donated.
+        weights: of the convolution of M channels.
+        constants: of the recurrence.
+        rows: tokens and places of each row.
+        options: sizes of the recurrence.
+        one_token: whether row r has token r alone, or is padding.
+        implementation: of the kernel of such steps: "auto", or one of ``IMPLEMENTATIONS``.
+
+    Returns:
+        y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
+        convolution is rounded to the dtype of `mixed`.
+    """
+    conv, state = states
+    if one_token:
+        case = _case("conv_recurrence", mixed, weights.weight, rows, options)
+        step = _step_kernel(case, implementation)
+        if step is not None:
+            for part in states:
+                _check_dtypes(mixed, part)
+            return step(mixed, gates, states, weights, constants, rows, options, case)
+    mixed, conv = causal_conv(mixed, conv, *weights, rows, SILU)
+    if isinstance(options, DeltaOptions):
+        y, state = gated_delta(mixed, gates, state, constants, rows, options)
+    else:
+        y, state = mamba2(mixed, gates, state, constants, rows, options)
+    return y, (conv, state)
+
+
+def _case(
+    op: str, x: jax.Array, weight: jax.Array, rows: StateRows, sizes: RecurrenceSizes | None = None
+) -> StateCase:
+    if len(x) != len(rows.target):
+        raise ValueError(
+            f"x has T = {len(x)} tokens; expected one for each of {len(rows.target)} rows"
+        )
+    has_spare = rows.spare is not None
+    return StateCase(
+        op, target_device(), jnp.dtype(x.dtype), *x.shape[:1], *weight.shape, sizes, has_spare
+    )
+
+
+def _step_kernel(case: StateCase, implementation: str) -> Callable[..., Any] | None:
+    """Return the kernel of a step of one token per row, or None for the operation of any step."""
+    name = choose(implementation, case) if case.R else "xla"
+    return None if name == "xla" else kernel(case.op, name, case.platform)
+
+
 def _has_kernel(x: jax.Array, states: jax.Array) -> bool:
+    _check_dtypes(x, states)
+    return has_llvm() and x.size > 0 and x.dtype != jnp.float16
+
+
+def _check_dtypes(x: jax.Array, states: jax.Array) -> None:
     if states.dtype not in STATE_DTYPES:
         raise ValueError(f"states has dtype {states.dtype}; allowed: float32, float64")
     wide = jnp.promote_types(x.dtype, jnp.float32)
     if states.dtype != wide:
         raise ValueError(f"states has dtype {states.dtype}; expected {wide} with {x.dtype} inputs")
-    return has_llvm() and x.size > 0 and x.dtype != jnp.float16
