@@ -47,14 +47,26 @@ KERNELS: Mapping[tuple[str, str], Mapping[str, str]] = MappingProxyType(
         ("matmul_in_parts", "gpu"): {"triton": "gpu.triton_few_rows", "xla": "reference"},
         ("gated_matmul", "cpu"): {"xla": "reference"},
         ("gated_matmul", "gpu"): {"triton": "gpu.triton_few_rows", "xla": "reference"},
-        # Steps of one token per row. `states.py` calls the CPU kernels.
-        ("causal_conv", "gpu"): {"triton": "gpu.triton_states", "xla": "reference"},
-        ("conv_recurrence", "gpu"): {"triton": "gpu.triton_states", "xla": "reference"},
         ("greatest", "cpu"): {"xla": "reference"},
         ("greatest", "gpu"): {"triton": "gpu.triton_greatest", "xla": "reference"},
+        ("causal_conv", "cpu"): {"llvm": "cpu.causal_conv", "xla": "reference"},
+        ("causal_conv", "gpu"): {"triton": "gpu.triton_causal_conv", "xla": "reference"},
+        ("gated_delta", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
+        ("gated_delta", "gpu"): {"triton": "gpu.triton_state_chunks", "xla": "reference"},
+        ("mamba2", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
+        ("mamba2", "gpu"): {"triton": "gpu.triton_state_chunks", "xla": "reference"},
+        # Steps of one token per row.
+        ("conv_step", "cpu"): {"llvm": "cpu.causal_conv", "xla": "reference"},
+        ("conv_step", "gpu"): {"triton": "gpu.triton_states", "xla": "reference"},
+        ("conv_recurrence", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
+        ("conv_recurrence", "gpu"): {"triton": "gpu.triton_states", "xla": "reference"},
     }
 )
-FUNCTIONS = {"ragged": "ragged_paged_attention", "decode": "paged_decode_attention"}
+FUNCTIONS = {
+    "ragged": "ragged_paged_attention",
+    "decode": "paged_decode_attention",
+    "conv_step": "causal_conv",
+}
 """Names of the functions in these modules, if they differ from the name of the operation."""
 
 AnyCase = Case | GroupedCase | RowsCase | ProductCase | StateCase
@@ -70,8 +82,15 @@ LLVM_WRITES = (
 )
 """Dtypes of queries and pages that the CPU kernel of ``rope_kv_write`` supports."""
 MAX_GROUP = 16
-MAX_STATE_INPUTS = 512  # a program holds 16 columns of a state in registers
 MAX_NORM_WIDTH = 32768  # a program holds a row in registers
+MOST_OF_STATES = {
+    "causal_conv": 16,
+    "conv_step": 16,
+    "gated_delta": 256,
+    "mamba2": 256,
+    "conv_recurrence": 512,
+}
+"""Most taps of a convolution and most inputs of a head, of which a program holds every one."""
 MOST_ROWS, FEW_ROWS, FEW_OUTPUTS = 256, 64, 2048
 """From more rows on, XLA's products are faster. FEW_ROWS applies to products in parts with many
 outputs."""
@@ -160,9 +179,9 @@ def _triton_limit(case: AnyCase) -> str | None:
             return f"x has dtype {case.dtype}; allowed: bfloat16, float16 or float32"
         if case.op == "add_norm" and case.D > MAX_NORM_WIDTH:
             return f"x has D = {case.D}; allowed: 1 to {MAX_NORM_WIDTH}"
-        sizes = case.sizes if isinstance(case, StateCase) else None
-        if sizes is not None and sizes.inputs > MAX_STATE_INPUTS:
-            return f"queries have {sizes.inputs} inputs; allowed: 1 to {MAX_STATE_INPUTS}"
+        if isinstance(case, StateCase) and case.size > (most := MOST_OF_STATES[case.op]):
+            what = "taps" if case.op in ("causal_conv", "conv_step") else "inputs of a head"
+            return f"the operation has {case.size} {what}; allowed: 1 to {most}"
         return None
     if case.S not in KERNEL_PAGE_SIZES:
         return f"k_pages has page size S = {case.S}; allowed: {KERNEL_PAGE_SIZES}"
@@ -205,11 +224,12 @@ def _mosaic_limit(case: AnyCase) -> str | None:
 
 def _llvm_limit(case: AnyCase) -> str | None:
     """Return why the CPU kernels cannot compute the call `case`, or None if they can."""
-    if case.op not in ("ragged", "decode", "add_norm", "rope_kv_write"):
+    ops = ("ragged", "decode", "add_norm", "rope_kv_write", *MOST_OF_STATES)
+    if case.op not in ops:
         return f"there is no llvm kernel for {case.op}; allowed: xla"
     if find_spec("llvmlite") is None:
         return "llvm needs the package llvmlite, which is not installed; allowed: xla"
-    if isinstance(case, RowsCase) and case.dtype == "float16":
+    if isinstance(case, RowsCase | StateCase) and case.dtype == "float16":
         return "x has dtype float16; allowed: bfloat16, float32 or float64"
     if not isinstance(case, Case):
         return None

@@ -121,28 +121,32 @@ class Mamba2Options(RecurrenceSizes):
 
 @dataclass(frozen=True)
 class StateCase:
-    """Shapes and dtype of a step of one token per row, to choose its implementation.
+    """Sizes and dtype of an operation with a state per sequence, to choose its implementation.
 
     Attributes:
-        op: "causal_conv" or "conv_recurrence".
+        op: "causal_conv", "gated_delta" or "mamba2". For steps of one token per row "conv_step" or
+            "conv_recurrence".
         device: the device that the code is compiled for.
-        dtype: dtype of the tokens.
-        R: number of rows.
-        width: W, the number of taps of the convolution.
-        channels: C of the convolution.
-        sizes: sizes of the recurrence, or None for a convolution alone.
-        has_spare: whether the rows have a spare place.
+        dtype: dtype of the tokens' numbers.
+        tokens: number of tokens, padding included.
+        size: taps of a convolution, or size of a query or key.
     """
 
     op: str
     device: DeviceLimits
     dtype: jnp.dtype
-    R: int
-    width: int
-    channels: int
-    sizes: RecurrenceSizes | None = None
-    has_spare: bool = False
+    tokens: int
+    size: int
 
     @property
     def platform(self) -> str:
         return self.device.platform
+
+    @property
+    def product_dtype(self) -> jnp.dtype:
+        """Dtype of the operands of products: bfloat16 for bfloat16, otherwise float32.
+
+        Keys are not normalized before the products, and states have no bounds, so float16 would
+        overflow.
+        """
+        return jnp.dtype(jnp.bfloat16 if self.dtype == jnp.bfloat16 else jnp.float32)

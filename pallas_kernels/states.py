@@ -8,26 +8,23 @@ within its tokens to a third place, from which later sequences with the same pre
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import reference
 from pallas_kernels.devices import target_device
-from pallas_kernels.implementation import choose, deferred, has_llvm, kernel
+from pallas_kernels.implementation import choose, kernel
 from pallas_kernels.state_arguments import (
     ConvOptions,
     ConvWeights,
     DeltaOptions,
     Mamba2Options,
-    RecurrenceSizes,
     StateCase,
     StateRows,
 )
 
-_causal_conv = deferred("pallas_kernels.cpu.causal_conv", "causal_conv")
-_recurrence = deferred("pallas_kernels.cpu.recurrence", "recurrence")
 NO_CONV_OPTIONS, SILU = ConvOptions(), ConvOptions("silu")
 STATE_DTYPES = (jnp.float32, jnp.float64)
 
@@ -53,22 +50,16 @@ def causal_conv(
         bias: [C] or None.
         rows: tokens and places of each row.
         options: of the convolution.
-        one_token: whether row r has token r alone, or is padding. A GPU then has a kernel.
-        implementation: of that kernel: "auto", or one of ``IMPLEMENTATIONS``.
+        one_token: whether row r has token r alone, or is padding.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,C] of x's dtype, zeros for padding, and the new states. The computation is in the dtype
         of the states.
     """
-    if one_token:
-        case = _case("causal_conv", x, weight, rows)
-        step = _step_kernel(case, implementation)
-        if step is not None:
-            _check_dtypes(x, states)
-            return step(x, states, ConvWeights(weight, bias), rows, options, case)
-    if _has_kernel(x, states):
-        return _causal_conv(x, states, weight, bias, rows, options)
-    return reference.causal_conv(x, states, weight, bias, rows, options)
+    op = _step_of("conv_step", x, rows) if one_token else "causal_conv"
+    run = _chosen(op, x, states, len(weight), implementation)
+    return run(x, states, weight, bias, rows, options)
 
 
 def gated_delta(
@@ -78,6 +69,8 @@ def gated_delta(
     constants: jax.Array,
     rows: StateRows,
     options: DeltaOptions,
+    *,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the gated delta rule (Yang et al. 2024) to each head of each row, token by token.
 
@@ -90,14 +83,14 @@ def gated_delta(
             softplus.
         rows: tokens and places of each row.
         options: sizes.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
         computation is in the dtype of the states.
     """
-    if _has_kernel(mixed, states):
-        return _recurrence(mixed, gates, states, constants, rows, options)
-    return reference.gated_delta(mixed, gates, states, constants, rows, options)
+    run = _chosen("gated_delta", mixed, states, options.inputs, implementation)
+    return run(mixed, gates, states, constants, rows, options)
 
 
 def mamba2(
@@ -107,6 +100,8 @@ def mamba2(
     constants: jax.Array,
     rows: StateRows,
     options: Mamba2Options,
+    *,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence of Mamba-2 (Dao and Gu 2024) to each head of each row.
 
@@ -118,14 +113,14 @@ def mamba2(
             sizes, and factor of the direct path.
         rows: tokens and places of each row.
         options: sizes.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
         computation is in the dtype of the states.
     """
-    if _has_kernel(mixed, states):
-        return _recurrence(mixed, steps, states, constants, rows, options)
-    return reference.mamba2(mixed, steps, states, constants, rows, options)
+    run = _chosen("mamba2", mixed, states, options.inputs, implementation)
+    return run(mixed, steps, states, constants, rows, options)
 
 
 def conv_recurrence(
@@ -155,7 +150,7 @@ def conv_recurrence(
         rows: tokens and places of each row.
         options: sizes of the recurrence.
         one_token: whether row r has token r alone, or is padding.
-        implementation: of the kernel of such steps: "auto", or one of ``IMPLEMENTATIONS``.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
@@ -163,47 +158,38 @@ def conv_recurrence(
     """
     conv, state = states
     if one_token:
-        case = _case("conv_recurrence", mixed, weights.weight, rows, options)
-        step = _step_kernel(case, implementation)
-        if step is not None:
-            for part in states:
-                _check_dtypes(mixed, part)
-            return step(mixed, gates, states, weights, constants, rows, options, case)
-    mixed, conv = causal_conv(mixed, conv, *weights, rows, SILU)
-    if isinstance(options, DeltaOptions):
-        y, state = gated_delta(mixed, gates, state, constants, rows, options)
-    else:
-        y, state = mamba2(mixed, gates, state, constants, rows, options)
+        op = _step_of("conv_recurrence", mixed, rows)
+        run = _chosen(op, mixed, state, options.inputs, implementation)
+        return run(mixed, gates, states, weights, constants, rows, options)
+    weight, bias = weights
+    mixed, conv = causal_conv(mixed, conv, weight, bias, rows, SILU, implementation=implementation)
+    op = "gated_delta" if isinstance(options, DeltaOptions) else "mamba2"
+    run = _chosen(op, mixed, state, options.inputs, implementation)
+    y, state = run(mixed, gates, state, constants, rows, options)
     return y, (conv, state)
 
 
-def _case(
-    op: str, x: jax.Array, weight: jax.Array, rows: StateRows, sizes: RecurrenceSizes | None = None
-) -> StateCase:
-    if len(x) != len(rows.target):
-        raise ValueError(
-            f"x has T = {len(x)} tokens; expected one for each of {len(rows.target)} rows"
-        )
-    has_spare = rows.spare is not None
-    return StateCase(
-        op, target_device(), jnp.dtype(x.dtype), *x.shape[:1], *weight.shape, sizes, has_spare
-    )
+def _step_of(op: str, x: jax.Array, rows: StateRows) -> str:
+    tokens, count = len(x), len(rows.target)
+    if tokens != count:
+        raise ValueError(f"x has T = {tokens} tokens; expected one for each of {count} rows")
+    return op
 
 
-def _step_kernel(case: StateCase, implementation: str) -> Callable[..., Any] | None:
-    """Return the kernel of a step of one token per row, or None for the operation of any step."""
-    name = choose(implementation, case) if case.R else "xla"
-    return None if name == "xla" else kernel(case.op, name, case.platform)
+def _chosen(
+    op: str, x: jax.Array, states: jax.Array, size: int, implementation: str
+) -> Callable[..., Any]:
+    """Return the implementation of an operation for tokens x and their states.
 
-
-def _has_kernel(x: jax.Array, states: jax.Array) -> bool:
-    _check_dtypes(x, states)
-    return has_llvm() and x.size > 0 and x.dtype != jnp.float16
-
-
-def _check_dtypes(x: jax.Array, states: jax.Array) -> None:
+    Raises:
+        ValueError: `states` has the wrong dtype, or the implementation cannot run the call.
+    """
     if states.dtype not in STATE_DTYPES:
         raise ValueError(f"states has dtype {states.dtype}; allowed: float32, float64")
     wide = jnp.promote_types(x.dtype, jnp.float32)
     if states.dtype != wide:
         raise ValueError(f"states has dtype {states.dtype}; expected {wide} with {x.dtype} inputs")
+    case = StateCase(op, target_device(), jnp.dtype(x.dtype), len(x), size)
+    name = choose(implementation, case) if x.size else "xla"
+    run = kernel(op, name, case.platform)
+    return partial(run, case=case) if name.startswith("triton") else run

@@ -62,8 +62,9 @@ class ShortConv(nnx.Module):
         parts = matmul(x, self.into[...], bias=value_of(self.into_bias))  # [T, 3, C]
         before, after, inputs = parts[:, 0], parts[:, 1], parts[:, 2]
         bias = None if self.taps_bias is None else self.taps_bias[...][0]
+        operands = before * inputs, states[0], self.taps[...][:, 0], bias, step.state_rows
         y, state = _causal_conv(
-            *(before * inputs, states[0], self.taps[...][:, 0], bias, step.state_rows),
+            *operands,
             one_token=step.decode_only,
             implementation=step.others,
         )
@@ -114,8 +115,9 @@ class GatedDelta(nnx.Module):
         )
         gates = matmul(x, self.gates[...]).reshape(len(x), 2, heads)
         weights = ConvWeights(self.taps[...][:, 0])
+        operands = mixed, gates, states, weights, self.constants[...], step.state_rows
         y, states = _conv_recurrence(
-            *(mixed, gates, states, weights, self.constants[...], step.state_rows),
+            *operands,
             options=sizes,
             one_token=step.decode_only,
             implementation=step.others,
@@ -191,8 +193,9 @@ class Mamba2(nnx.Module):
             groups, heads, self.sizes.inputs, self.sizes.outputs, self.sizes.least, self.sizes.most
         )
         weights = ConvWeights(self.taps[...][:, 0], taps_bias)
+        operands = mixed, steps, states, weights, self.constants[...], step.state_rows
         y, states = _conv_recurrence(
-            *(mixed, steps, states, weights, self.constants[...], step.state_rows),
+            *operands,
             options=sizes,
             one_token=step.decode_only,
             implementation=step.others,

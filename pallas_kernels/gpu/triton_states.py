@@ -167,7 +167,7 @@ def _conv_kernel(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Head:
+class _HeadNumbers:
     """Numbers of a value head for one token: how its state changes.
 
     An instance holds traced numbers, so it lives for one trace.
@@ -183,7 +183,7 @@ class _Head:
     direct: jax.Array | None = None
 
     @classmethod
-    def of(cls, refs: Refs, row: _Row, head: jax.Array, options: RecurrenceOptions) -> _Head:
+    def of(cls, refs: Refs, row: _Row, head: jax.Array, options: RecurrenceOptions) -> _HeadNumbers:
         """Compute the numbers of a head from its gates and constants."""
         gates, constants = refs["gates"], refs["constants"]
         rate = jnp.exp(constants[0, head])
@@ -313,7 +313,7 @@ def _advanced(
     _wait(interpret)
     value.store(refs, row)
 
-    numbers = _Head.of(refs, row, head, options)
+    numbers = _HeadNumbers.of(refs, row, head, options)
     queries, keys = spread(query, shape, 0), spread(key, shape, 0)
     y = numbers.decay * jnp.sum(queries * state, axis=0)
     change = value.y
@@ -407,7 +407,8 @@ def _convolved(
 def causal_conv(
     x: jax.Array,
     states: jax.Array,
-    weights: ConvWeights,
+    weight: jax.Array,
+    bias: jax.Array | None,
     rows: StateRows,
     options: ConvOptions,
     case: StateCase,
@@ -419,7 +420,8 @@ def causal_conv(
     Arguments and results are those of ``pallas_kernels.causal_conv``, with the `case` of the call.
     `interpret` runs the kernel as plain JAX.
     """
-    return _convolved(x, states, *weights, rows, options, conv_block(case), interpret)
+    block = conv_block(x.shape[1], case.tokens, case.device.num_sms)
+    return _convolved(x, states, weight, bias, rows, options, block, interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
@@ -486,5 +488,7 @@ def conv_recurrence(
     Returns:
         y [T,heads,outputs] and the new states, as ``pallas_kernels.conv_recurrence`` does.
     """
-    config = config or recurrence_config(case)
+    _, past, channels = states[0].shape
+    counters = 0 if rows.spare is None else past * channels
+    config = config or recurrence_config(options, case.tokens, counters, case.device.num_sms)
     return _recurred(mixed, gates, states, weights, constants, rows, options, config, interpret)

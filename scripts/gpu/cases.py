@@ -91,6 +91,51 @@ def grouped_cases() -> list[GroupedCase]:
 
 
 @dataclasses.dataclass(frozen=True)
+class StateCase:
+    """Operation with a state per sequence to compile, in the sizes of a model.
+
+    Attributes:
+        op: "causal_conv", "gated_delta" or "mamba2".
+        sizes: taps and channels, or groups, heads, inputs and outputs.
+        tokens, rows: of the step.
+    """
+
+    op: str
+    dtype: str
+    model: str
+    sizes: tuple[int, ...]
+    tokens: int = 2048
+    rows: int = 64
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.dtype} {self.model}"
+
+
+def state_cases() -> list[StateCase]:
+    """List the convolutions and recurrences of models, and sizes that are no powers of two."""
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        found += [
+            StateCase("causal_conv", dtype, "Qwen3.5-0.8B", (4, 6144)),
+            StateCase("gated_delta", dtype, "Qwen3.5-0.8B", (16, 16, 128, 128)),
+            StateCase("gated_delta", dtype, "Qwen3.6-35B-A3B", (16, 32, 128, 128)),
+            StateCase("mamba2", dtype, "Nemotron-H-8B", (8, 128, 128, 64)),
+            StateCase("mamba2", dtype, "Nemotron-Nano-9B-v2", (8, 128, 128, 80)),
+            StateCase("gated_delta", dtype, "uneven", (3, 6, 40, 72)),
+            StateCase("mamba2", dtype, "wide", (1, 24, 256, 64)),
+        ]
+    return [*found, StateCase("causal_conv", "bfloat16", "LFM2-350M", (3, 1024))]
+
+
+STATE_KERNELS = {
+    "causal_conv": ("causal_conv",),
+    "gated_delta": ("gated_delta_blocks", "gated_delta_rows"),
+    "mamba2": ("mamba2_blocks", "mamba2_rows"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class QuantizedCase:
     """Weight to compile a product with: groups of `group` inputs, 0 for one scale an output."""
 
@@ -283,6 +328,7 @@ def long_cases() -> list[Any]:
         *quantized_cases(),
         *quantized_grouped_cases(),
         *recurrent_cases(),
+        *state_cases(),
         *step_cases(),
         *recurrent_steps(),
     ]
@@ -298,6 +344,7 @@ def card_cases() -> list[Any]:
         # Gemma 3 and gpt-oss.
         found += [Case(op, "bfloat16", H, group=2, extras="window cap sinks") for H in (64, 256)]
     found += [Case("kv_write", dtype, 128) for dtype in ("bfloat16", "float8_e4m3fn")]
+    found += state_cases()
     sizes = (("bfloat16", 16), ("bfloat16", 2048), ("float16", 64))
     forms: tuple[tuple[str, int, Zeros], ...] = (
         ("int8", 0, ""),

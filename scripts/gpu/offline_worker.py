@@ -22,16 +22,19 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from pallas_kernels import ConvOptions, DeltaOptions, Mamba2Options, StateRows
 from scripts.gpu import models as gpu_models
 from scripts.gpu.cases import (
     KERNELS,
     RECURRENT_KERNELS,
+    STATE_KERNELS,
     STEP_KERNELS,
     Case,
     GroupedCase,
     QuantizedCase,
     QuantizedGroupedCase,
     RecurrentCase,
+    StateCase,
     StepCase,
     case_lists,
 )
@@ -149,6 +152,34 @@ def compile_recurrent(case: RecurrentCase, compiler: Compiler) -> dict[str, Any]
     return compiler.row(case.name, call, shapes, RECURRENT_KERNELS, states[-1].shape, donate=(0,))
 
 
+def compile_states(case: StateCase, compiler: Compiler) -> dict[str, Any]:
+    """Compile an operation with a state per sequence. "kv_copies" counts copies of the states."""
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    dtype, T, R = jnp.dtype(case.dtype), case.tokens, case.rows
+    rows = StateRows(array(jnp.int32, R + 1), *[array(jnp.int32, R)] * 4)
+    if case.op == "causal_conv":
+        taps, channels = case.sizes
+        options, arrays = ConvOptions("silu"), [array(dtype, T, channels)]
+        arrays += [array(jnp.float32, 2 * R, taps - 1, channels), array(dtype, taps, channels)]
+        donate, last = 1, array(dtype, channels)
+    else:
+        kind = DeltaOptions if case.op == "gated_delta" else Mamba2Options
+        options, heads = kind(*case.sizes), case.sizes[1]
+        gates = (2, heads) if case.op == "gated_delta" else (heads,)
+        arrays = [array(dtype, T, options.width), array(dtype, T, *gates)]
+        arrays.append(array(jnp.float32, 2 * R, *case.sizes[1:]))
+        donate, last = 2, array(jnp.float32, options.num_constants, heads)
+
+    def call(*arrays):
+        return getattr(pallas_kernels, case.op)(*arrays, options, implementation="triton")
+
+    shapes, kernels = (*arrays, last, rows), STATE_KERNELS[case.op]
+    return compiler.row(case.name, call, shapes, kernels, arrays[donate].shape, (donate,))
+
+
 def compile_step(case: StepCase, compiler: Compiler) -> dict[str, Any]:
     model = (gpu_models.MODELS | FAMILIES)[case.model]
     model = dataclasses.replace(model, L=case.layers or model.L)
@@ -175,6 +206,7 @@ COMPILE: Mapping[type, Callable[[Any, Compiler], dict[str, Any]]] = MappingProxy
         QuantizedCase: compile_quantized,
         QuantizedGroupedCase: compile_quantized_grouped,
         RecurrentCase: compile_recurrent,
+        StateCase: compile_states,
         StepCase: compile_step,
     }
 )

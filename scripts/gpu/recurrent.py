@@ -71,7 +71,7 @@ def call_of(case: RecurrentCase, implementation: str, one_token: bool = True) ->
     def call(states: tuple[jax.Array, ...], arrays: Any, rows: StateRows) -> Any:
         x, weights, *rest = arrays
         if case.kind == "conv":
-            y, state = causal_conv(x, *states, *weights, rows, **options)
+            y, state = causal_conv(x, states[0], weights.weight, weights.bias, rows, **options)
             return y, (state,)
         gates, constants = rest
         return conv_recurrence(
