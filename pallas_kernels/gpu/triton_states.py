@@ -197,7 +197,13 @@ class _HeadNumbers:
 
 
 def _softplus(x: jax.Array) -> jax.Array:
-    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+    # log(1 + e) is 2 atanh(e / (2 + e)), whose series is exact to float32 for e up to 1. A GPU's
+    # approximate logarithm is not exact near 1.
+    exponential = jnp.exp(-jnp.abs(x))
+    ratio = exponential / (2.0 + exponential)
+    square = ratio * ratio
+    series = functools.reduce(lambda total, n: total * square + 1 / n, range(13, 0, -2), 0.0)
+    return jnp.maximum(x, 0.0) + 2.0 * ratio * series
 
 
 def _recurrence_kernel(
