@@ -348,7 +348,7 @@ def recurrence_config(
     most = parts(block)
     divisors = (n for n in range(1, most + 1) if most % n == 0 and pairs * n >= WAVE * num_sms)
     programs = next(divisors, most) if is_shared else 1
-    return RecurrenceConfig(block, programs, max(1, min(8, room * block // 1024)))
+    return RecurrenceConfig(block, programs, max(1, min(8, room * block // 256)))
 
 
 def conv_block(channels: int, rows: int, num_sms: int) -> int:

@@ -93,7 +93,9 @@ def check(got: Any, expected: Any, before: Any, dtype: Any) -> None:
     assert got[0].dtype == dtype
     y, wanted = (np.asarray(results[0], np.float64) for results in (got, expected))
     np.testing.assert_allclose(y, wanted, rtol=tolerance, atol=tolerance)
-    for after, specified, old in zip(*map(jax.tree.leaves, (got[1], expected[1], before))):
+    for after, specified, old in zip(
+        *map(jax.tree.leaves, (got[1], expected[1], before)), strict=True
+    ):
         np.testing.assert_allclose(after[WRITTEN], specified[WRITTEN], rtol=1e-4, atol=1e-4)
         others = np.setdiff1d(np.arange(PLACES), WRITTEN)
         np.testing.assert_array_equal(after[others], np.asarray(old)[others])

@@ -156,7 +156,7 @@ class StateStepCase(Case):
 
 
 def state_step_cases() -> list[Case]:
-    """List steps of each kind: several heads of a group and one, blocks that sizes divide or not."""
+    """List steps of each kind: heads of a group alone or not, blocks that sizes divide or not."""
 
     def case(name: str, *fields: Any, **named: Any) -> Case:
         return StateStepCase(f"state_steps-{name}", *fields, **named)
