@@ -38,7 +38,7 @@ from scripts.gpu.cases import (
     StepCase,
     case_lists,
 )
-from scripts.gpu.families import FAMILIES
+from scripts.gpu.families import FAMILIES, RECURRENT
 from scripts.gpu.offline_compiler import Compiler, Dumps
 from scripts.gpu.offline_engine import compile_start, compile_sums
 from scripts.gpu.recurrent import recurrent_call
@@ -181,7 +181,7 @@ def compile_states(case: StateCase, compiler: Compiler) -> dict[str, Any]:
 
 
 def compile_step(case: StepCase, compiler: Compiler) -> dict[str, Any]:
-    model = (gpu_models.MODELS | FAMILIES)[case.model]
+    model = (gpu_models.MODELS | FAMILIES | RECURRENT)[case.model]
     model = dataclasses.replace(model, L=case.layers or model.L)
     step, shapes = gpu_models.step_call(
         model,
