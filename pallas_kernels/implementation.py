@@ -177,7 +177,7 @@ def _triton_limit(case: AnyCase) -> str | None:
     if not isinstance(case, Case):
         if case.dtype.itemsize > 4:
             return f"x has dtype {case.dtype}; allowed: bfloat16, float16 or float32"
-        if case.op == "add_norm" and case.D > MAX_NORM_WIDTH:
+        if isinstance(case, RowsCase) and case.op == "add_norm" and case.D > MAX_NORM_WIDTH:
             return f"x has D = {case.D}; allowed: 1 to {MAX_NORM_WIDTH}"
         if isinstance(case, StateCase) and case.size > (most := MOST_OF_STATES[case.op]):
             what = "taps" if case.op in ("causal_conv", "conv_step") else "inputs of a head"

@@ -388,7 +388,7 @@ def gated_delta(
         for part in (query, key)
     )
     rate, bias = constants
-    write = jax.nn.sigmoid(gates[:, 0].astype(exact))
+    write = options.strength * jax.nn.sigmoid(gates[:, 0].astype(exact))
     decay = jnp.exp(-jnp.exp(rate) * jax.nn.softplus(gates[:, 1].astype(exact) + bias))
 
     def advance(state: jax.Array, *token: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -439,8 +439,10 @@ def conv_recurrence(
     """Convolve with SiLU, round to the dtype of `mixed`, and then apply the recurrence."""
     weight, bias = weights
     mixed, conv = causal_conv(mixed, states[0], weight, bias, rows, ConvOptions("silu"))
-    recurrence = gated_delta if isinstance(options, DeltaOptions) else mamba2
-    y, state = recurrence(mixed, gates, states[1], constants, rows, options)
+    if isinstance(options, DeltaOptions):
+        y, state = gated_delta(mixed, gates, states[1], constants, rows, options)
+    else:
+        y, state = mamba2(mixed, gates, states[1], constants, rows, options)
     return y, (conv, state)
 
 

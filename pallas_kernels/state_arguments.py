@@ -86,9 +86,11 @@ class DeltaOptions(RecurrenceSizes):
 
     Attributes:
         eps: added to the sum of squares when queries and keys are normalized.
+        strength: factor of the sigmoid of the write strength.
     """
 
     eps: float = 1e-6
+    strength: float = 1.0
 
     num_constants = 2
 

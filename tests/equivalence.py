@@ -75,7 +75,10 @@ SLOTS = 5
 DEVICE_PAGES = 400
 DEVICE_SNAPSHOTS = 40
 # Families beside Qwen3 that the oracle computes: their layers keep states.
-ORACLES = ("lfm2", "qwen3_5", "qwen3_next", "nemotron_h")
+ORACLES = (
+    *("lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h"),
+    *("granitemoehybrid", "falcon_h1", "bamba", "olmo_hybrid"),
+)
 MOST_STEPS = 6
 MAX_STEPS = 4000
 # Sizes of programs: two of each kind, or the largest alone in a test of something else.
@@ -146,6 +149,8 @@ def fields_of_case(case: str) -> dict[str, Any]:
     model = transformers_model(case)
     fields = model.config.to_dict()
     own = {"architectures": [type(model).__name__], "vocab_size": VOCAB, "eos_token_id": END}
+    if "mamba_d_head" in fields:  # follows from the other sizes
+        own["mamba_d_head"] = "auto"
     sizes = WHOLE_VECTORS | (LATENT if "kv_lora_rank" in fields else {})
     fields = with_sizes(fields | own, sizes)
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
@@ -358,6 +363,7 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
     engine.pool.__init__(min(pages, DEVICE_PAGES), page)
     if engine.scheduler.states is not None:
         engine.pool.snapshots = engine.scheduler.states.snapshots
+        engine.scheduler.states.interval, engine.scheduler.states.least = 8, 1
     asks = adversarial_workload(
         rng,
         count=rng.randrange(4, 11),

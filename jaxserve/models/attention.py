@@ -86,13 +86,17 @@ class Attention(nnx.Module):
             self.growth = scaling
         heads: LogicalAxes = ("embed", "kv_heads", "group", "head_dim")
         shape: tuple[int, ...] = (embed, kv_heads, group + 2, head_dim)
-        self.qkv = None if traits.gated else weight(rngs, shape, heads, dtype)
+        has_pairs = traits.gated == "numbers"
+        self.qkv = None if has_pairs else weight(rngs, shape, heads, dtype)
         # With gates, each query head is projected together with its gate, and keys with values.
         pair: LogicalAxes = ("embed", "kv_heads", "group", "gate_up", "head_dim")
         shape = (embed, kv_heads, group, 2, head_dim)
-        self.query_gate = weight(rngs, shape, pair, dtype) if traits.gated else None
+        self.query_gate = weight(rngs, shape, pair, dtype) if has_pairs else None
         pair, shape = (*pair[:2], *pair[3:]), (embed, kv_heads, 2, head_dim)
-        self.key_value = weight(rngs, shape, pair, dtype) if traits.gated else None
+        self.key_value = weight(rngs, shape, pair, dtype) if has_pairs else None
+        shape = (embed, kv_heads, group)
+        gates = weight(rngs, shape, heads[:3], dtype) if traits.gated == "heads" else None
+        self.head_gate = gates
         self.out = weight(
             rngs,
             (kv_heads, group, head_dim, embed),
@@ -164,8 +168,14 @@ class Attention(nnx.Module):
 
     def _with_gates(
         self, x: Float[Array, "T D"]
-    ) -> tuple[Float[Array, "T K G_plus_2 H"] | None, Float[Array, "T K G H"] | None]:
-        """Return queries, keys and values, and the gates, for attention with gates."""
+    ) -> tuple[Float[Array, "T K G_plus_2 H"] | None, Float[Array, "T K G gates"] | None]:
+        """Return queries, keys and values, and the gates, for attention with gates.
+
+        A gate for each head needs no projection of its own queries, keys and values: the first
+        result is then None.
+        """
+        if self.head_gate is not None:
+            return None, matmul(x, self.head_gate[...])[..., None]
         if self.query_gate is None or self.key_value is None:
             return None, None
         both = matmul(x, self.query_gate[...])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxserve.models.config.layers import ATTENTION
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.expert_places import place_tables
 from jaxserve.models.experts import CountedRows, SparseMLP
@@ -51,13 +52,18 @@ class DecoderLayer(nnx.Module):
             return Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, traits)
 
         self.norm_options = norm_options(config.rms_norm_eps, traits)
-        before, after = traits.norms != "after", traits.norms != "before"
-        self.factor, self.is_centered = config.scales.residual, traits.norm_centered
+        norms = traits.norms
+        if norms == "by mixer":
+            norms = "after" if config.mixers_of(index) == (ATTENTION,) else "before"
+        before, after = norms != "after", norms != "before"
+        scales, self.is_centered = config.scales, traits.norm_centered
+        self.factor, self.mlp_factor = scales.residual, scales.residual * scales.mlp
         self.mixers, self.split, self.parallel = (
             config.mixers_of(index),
             config.split,
             traits.parallel,
         )
+        self.mixer_factors = scales.mixers or ((1.0, 1.0),) * len(self.mixers)
         self.attention_norm = norm() if before and self.mixers else None
         for mixer in map(MIXERS.__getitem__, self.mixers):
             setattr(self, mixer.name, mixer.build(config, dtype, rngs, traits, index))
@@ -96,7 +102,7 @@ class DecoderLayer(nnx.Module):
                     self.attention_norm, self.norm_options, step.others
                 )
                 y, kept = self._mixed(normed, inputs, kept)
-                residual = self._updated(residual, y, self.attention_out_norm, kernel)
+                residual = self._updated(residual, y, self.attention_out_norm, kernel, self.factor)
         if self.mlp is not None:
             with jax.named_scope("mlp"):
                 if self.parallel:
@@ -109,7 +115,7 @@ class DecoderLayer(nnx.Module):
                     y = self.mlp(normed, step)
                 else:
                     y = self.mlp(normed, kernel, step.others)
-                residual = self._updated(residual, y, self.mlp_out_norm, kernel)
+                residual = self._updated(residual, y, self.mlp_out_norm, kernel, self.mlp_factor)
         return residual, kept
 
     def _mixed(
@@ -117,8 +123,12 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "*parts T D"], Kept]:
         """Return the sum of the mixers' results, and the arrays to keep."""
         results: list[Float[Array, "*parts T D"]] = []
-        for mixer in map(MIXERS.__getitem__, self.mixers):
-            y, kept = mixer.call(getattr(self, mixer.name), x, inputs, kept)
+        for name, (before, after) in zip(self.mixers, self.mixer_factors, strict=True):
+            mixer = MIXERS[name]
+            y, kept = mixer.call(getattr(self, mixer.name), scaled(x, before), inputs, kept)
+            if after != 1.0:
+                multiply = partial(scaled, factor=after)
+                y = rounded_once(multiply, y, inputs.step.positions)
             results.append(y)
         return reduce(jnp.add, results), kept
 
@@ -127,14 +137,19 @@ class DecoderLayer(nnx.Module):
         return "xla" if is_apart else add_norm_kernel(x, step.others)
 
     def _updated(
-        self, residual: Residual, y: Float[Array, "*parts T D"], norm: Norm | None, kernel: str
+        self,
+        residual: Residual,
+        y: Float[Array, "*parts T D"],
+        norm: Norm | None,
+        kernel: str,
+        factor: float,
     ) -> Residual:
         is_few = residual.stream.shape[0] <= MOST_ROWS_IN_PARTS
         if kernel == "llvm" or (kernel.startswith("triton") and is_few):
             axis = self.split.axis if y.ndim == 3 and self.split.leaves_sums else None
             scale = None if norm is None else norm.scale[...]
-            return replace(residual, update=y, norm_scale=scale, factor=self.factor, axis=axis)
-        return replace(residual, update=scaled(y if norm is None else norm(y), self.factor))
+            return replace(residual, update=y, norm_scale=scale, factor=factor, axis=axis)
+        return replace(residual, update=scaled(y if norm is None else norm(y), factor))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -79,7 +79,8 @@ class SparseMLP(nnx.Module):
             self.router_bias = self.gate_up_bias = self.down_bias = None
         # Corrections have at least float32, because scores are compared in at least float32.
         correction = constant(0.0, (count,), ("experts",), accumulator(dtype))
-        self.correction = correction if traits.router == "sigmoid" else None
+        is_corrected = traits.router == "sigmoid" and experts.corrected
+        self.correction = correction if is_corrected else None
         shared = experts.shared
         self.shared = build_mlp(config, dtype, rngs, traits, shared) if shared else None
         has_gate = experts.shared_gate

@@ -18,7 +18,8 @@ class FamilyTraits:
 
     Attributes:
         norms: norms of the residual stream "before" attention and MLP, of their results "after"
-            them, or both ("around").
+            them, or both ("around"). "by mixer": after them in layers with attention alone, before
+            them in the others.
         parallel: the MLP reads the same normalized input as attention, instead of the sum with
             attention's output.
         qk_norm: queries and keys are normalized before the rotation: each "head" with one scale for
@@ -30,13 +31,13 @@ class FamilyTraits:
         activation: activation of the gated MLP, or "relu2" for an MLP without gate.
         router: how experts are chosen (see `routing.route`); "chosen" also adds biases to router
             and experts, and selects gpt-oss's activation.
-        gated: a gate for each number of a query head, projected like the query, multiplies the
-            result of attention.
+        gated: gates that multiply the result of attention: a gate for each of the "numbers" of a
+            query head, projected like the query, or one for each of the "heads", or None.
         sinks: the softmax of attention includes one learned logit for each query head.
         overflows_float16: activations of the models exceed the range of float16.
     """
 
-    norms: Literal["before", "after", "around"] = "before"
+    norms: Literal["before", "after", "around", "by mixer"] = "before"
     parallel: bool = False
     qk_norm: Literal["head", "own", "all"] | None = None
     interleaved: bool = False
@@ -46,7 +47,7 @@ class FamilyTraits:
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     router: Literal["softmax", "sigmoid", "chosen"] = "softmax"
     sinks: bool = False
-    gated: bool = False
+    gated: Literal["numbers", "heads"] | None = None
     overflows_float16: bool = False
 
 

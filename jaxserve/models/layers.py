@@ -313,7 +313,7 @@ class GatedMLP(nnx.Module):
     ) -> None:
         assert traits.activation != "relu2"
         self.activation: Activation = traits.activation
-        self.split = config.split
+        self.split, self.gate_factor = config.split, config.scales.gate
         embed, mlp = config.hidden_size, width or config.intermediate_size
         self.gate_up = weight(rngs, (embed, 2, mlp), ("embed", "gate_up", "mlp"), dtype)
         self.down = weight(rngs, (mlp, embed), ("mlp", "embed"), dtype)
@@ -350,10 +350,14 @@ class GatedMLP(nnx.Module):
     def _hidden(self, x: Float[Array, "T D"], implementation: str) -> Float[Array, "T F"]:
         weights = self.gate_up[...]
         is_plain = isinstance(weights, jax.Array) and self.gate_up_bias is None
+        is_plain = is_plain and self.gate_factor == 1.0
         if is_plain and has_few_row_product("gated_matmul", x, weights.shape[-1], implementation):
             return gated_matmul(x, weights, self.activation, implementation=implementation)
         # On CPU the activation kernel rounds the products. On a GPU the product itself rounds them.
         product = x.dtype if target_device().is_gpu else accumulator(x.dtype)
         bias = value_of(self.gate_up_bias)
         gate_up = matmul(x, weights, bias=bias, out_dtype=product)  # [T, 2, F]
+        if self.gate_factor != 1.0:
+            factors = jnp.array([[self.gate_factor], [1.0]], accumulator(x.dtype))
+            gate_up = (gate_up * factors).astype(product)
         return gated(gate_up, self.activation, x.dtype)

@@ -100,7 +100,8 @@ class GatedDelta(nnx.Module):
         # The logarithm of the decay rate, and the bias of the decay, in at least float32.
         constants: LogicalAxes = ("taps", "state_heads")
         self.constants = constant(0.5, (2, sizes.heads), constants, accumulator(dtype))
-        self.norm = Norm((sizes.outputs,), ("head_dim",), config.rms_norm_eps, dtype)
+        eps = sizes.norm_eps or config.rms_norm_eps
+        self.norm = Norm((sizes.outputs,), ("head_dim",), eps, dtype)
         self.out = weight(rngs, (values, embed), ("mlp", "embed"), dtype)
 
     def __call__(
@@ -111,7 +112,11 @@ class GatedDelta(nnx.Module):
         mixed, gate = self._projected(x)
         heads, outputs = states[1].shape[1], self.sizes.outputs
         sizes = DeltaOptions(
-            heads // (self.sizes.heads // self.sizes.groups), heads, self.sizes.inputs, outputs
+            heads // (self.sizes.heads // self.sizes.groups),
+            heads,
+            self.sizes.inputs,
+            outputs,
+            strength=self.sizes.strength,
         )
         gates = matmul(x, self.gates[...]).reshape(len(x), 2, heads)
         weights = ConvWeights(self.taps[...][:, 0])
@@ -165,7 +170,9 @@ class Mamba2(nnx.Module):
         constants: LogicalAxes = ("taps", "state_heads")
         self.constants = constant(0.5, (3, sizes.heads), constants, accumulator(dtype))
         shape = (sizes.groups, values // sizes.groups)
-        self.norm = Norm(shape, ("state_heads", "head_dim"), config.rms_norm_eps, dtype, over=1)
+        axes: LogicalAxes = ("state_heads", "head_dim")
+        norm = Norm(shape, axes, config.rms_norm_eps, dtype, over=1)
+        self.norm = norm if sizes.norm else None
         self.out = weight(rngs, (values, embed), ("mlp", "embed"), dtype)
 
     def _bias(
@@ -186,9 +193,11 @@ class Mamba2(nnx.Module):
                 (self.steps, self.steps_bias),
             )
         )
-        taps_bias = None if self.taps_bias is None else self.taps_bias[...][0]
         heads = states[1].shape[1]
         groups = heads // (self.sizes.heads // self.sizes.groups)
+        if self.sizes.factors:
+            gate, mixed, steps = self._scaled(gate, mixed, steps, heads, groups)
+        taps_bias = None if self.taps_bias is None else self.taps_bias[...][0]
         sizes = Mamba2Options(
             groups, heads, self.sizes.inputs, self.sizes.outputs, self.sizes.least, self.sizes.most
         )
@@ -200,9 +209,37 @@ class Mamba2(nnx.Module):
             one_token=step.decode_only,
             implementation=step.others,
         )
-        exact = accumulator(x.dtype)
-        pair = jnp.stack([gate, y.reshape(len(x), -1)], axis=1).astype(exact)
-        y = gated(pair, "silu").reshape(len(x), groups, -1)
-        y = self.norm(y).astype(x.dtype).reshape(len(x), -1)
+        y = self._gated(gate, y.reshape(len(x), groups, -1)).astype(x.dtype)
         bias = value_of(self.out_bias)
         return matmul(y, self.out[...], bias=bias, split=self.split), states
+
+    def _scaled(
+        self,
+        gate: Float[Array, "T values"],
+        mixed: Float[Array, "T M"],
+        steps: Float[Array, "T heads"],
+        heads: int,
+        groups: int,
+    ) -> tuple[Float[Array, "T values"], Float[Array, "T M"], Float[Array, "T heads"]]:
+        """Multiply the projections by the factors of the model (Falcon-H1)."""
+        exact, (first, *parts, last) = accumulator(gate.dtype), self.sizes.factors
+        keys = groups * self.sizes.inputs
+        factors = np.repeat(parts, [heads * self.sizes.outputs, keys, keys])
+        return (
+            (gate.astype(exact) * first).astype(gate.dtype),
+            (mixed.astype(exact) * jnp.asarray(factors, exact)).astype(mixed.dtype),
+            (steps.astype(exact) * last).astype(steps.dtype),
+        )
+
+    def _gated(
+        self, gate: Float[Array, "T values"], y: Float[Array, "T groups size"]
+    ) -> Float[Array, "T values"]:
+        """Apply the gate and the norm of the result in their order, in at least float32."""
+        exact = accumulator(gate.dtype)
+        if self.norm is not None and self.sizes.norm == "before":
+            y = self.norm(y.astype(exact))
+        pair = jnp.stack([gate, y.reshape(gate.shape)], axis=1).astype(exact)
+        result = gated(pair, "silu")
+        if self.norm is not None and self.sizes.norm == "after":
+            result = self.norm(result.reshape(y.shape)).reshape(gate.shape)
+        return result

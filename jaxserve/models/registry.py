@@ -18,6 +18,7 @@ from jaxserve.models.config.stored_quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.strict_json import read_object
 from jaxserve.models.config.wrappers import WRAPPERS, text_fields, wrapper_of
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.families.bamba import BAMBA
 from jaxserve.models.families.cohere import COHERE
 from jaxserve.models.families.deepseek import DEEPSEEK
 from jaxserve.models.families.gemma import GEMMA
@@ -51,6 +52,11 @@ HEADLESS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Transformers' classes of recurrent models that are not served, with the reason for errors.
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {"Mamba2ForCausalLM": "it has no attention, and a model without cache pages is not served"}
+)
+
 FAMILIES = (
     LLAMA,
     MISTRAL,
@@ -68,6 +74,7 @@ FAMILIES = (
     LFM2,
     NEMOTRON_H,
     QWEN3_5,
+    BAMBA,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -116,7 +123,9 @@ def read_config_fields(directory: str | Path) -> dict[str, Any]:
         CheckpointError: config.json is absent, or one of the files is not a JSON object.
     """
     path = Path(directory) / CONFIG
-    raw, beside = read_object(path, MAX_CONFIG_BYTES), path.with_name(MODELOPT_FILE)
+    # The step sizes of published Mamba-2 models have the bound Infinity.
+    raw = read_object(path, MAX_CONFIG_BYTES, infinity=True)
+    beside = path.with_name(MODELOPT_FILE)
     if raw.get(QUANTIZATION) is None and beside.exists():
         modelopt = modelopt_fields(read_object(beside, MAX_CONFIG_BYTES))
         if modelopt.get("quant_algo", "") is not None:  # null: the weights are not quantized
@@ -196,6 +205,8 @@ def _unknown(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or []
     family = MODEL_TYPES.get(_model_type(raw))
     for name in names:
+        if name in REFUSED:
+            return f"architectures is {shown(names)}: {REFUSED[name]}"
         base = _without_head(name)
         if base and family:
             return (

@@ -14,6 +14,7 @@ from jaxserve.models.config.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     Rope,
     YarnScaling,
 )
@@ -45,6 +46,8 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
             return _yarn(frequencies, scaling, rope.theta, size)
         case LongRopeScaling() as scaling:  # Ding et al. 2024, arXiv:2402.13753
             return frequencies / np.array(scaling.long if scaling.stretched else scaling.short)
+        case ProportionalScaling(pairs, factor):
+            return np.where(np.arange(len(frequencies)) < pairs, frequencies / factor, 0.0)
         case DynamicScaling() | None:
             return frequencies
 

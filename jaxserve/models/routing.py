@@ -49,7 +49,7 @@ def route(
     weights = jnp.take_along_axis(shares, chosen, axis=-1)
     if experts.normalize:
         total = row_sums(weights)[..., None]
-        weights = weights / (total + 1e-20 if kind == "sigmoid" else total)
+        weights = weights / (total + experts.sum_eps if kind == "sigmoid" else total)
     return weights * experts.scaling, chosen
 
 

@@ -155,6 +155,7 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         channels, values = sum(delta.parts), delta.parts[2]
         sizes |= {"Qkv": channels, "Vals": values, "Fused": channels + values, "Out": delta.outputs}
         sizes |= {"Heads": delta.heads, "Keys": delta.groups, "Per": delta.heads // delta.groups}
+        sizes |= {"Query": delta.parts[0]}
     if (experts := config.experts) is not None:
         sizes |= {"E": experts.count, "M": experts.size, "S": experts.shared, "Lat": experts.latent}
     if (latent := config.latent) is not None:

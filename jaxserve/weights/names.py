@@ -15,9 +15,9 @@ from jaxserve.weights.safetensors import FLOATS, TensorEntry, read_blocks
 
 logger = logging.getLogger(__name__)
 
-# Rotary frequencies. Old versions of Transformers stored them, but the config determines them.
-# Modules that predict further tokens. They are not read.
+# Modules that predict further tokens (Qwen3.5, Nemotron 3). They are not read.
 FURTHER = "mtp."
+# Rotary frequencies. Old versions of Transformers stored them, but the config determines them.
 COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 OUTPUT = "lm_head.weight"

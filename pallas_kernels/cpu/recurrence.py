@@ -185,6 +185,8 @@ class Recurrence(StateKernel):
             step = code.smaller(step, filled(step.type, sizes.most))
         decay = self.decay(code, code.fmul(rate, step))
         update = self.sigmoid(code, gate(0)) if self.is_delta else step
+        if isinstance(sizes, DeltaOptions) and sizes.strength != 1.0:
+            update = code.fmul(update, filled(update.type, sizes.strength))
         numbers = [code.extract_element(part, const(0)) for part in (decay, update, *rest)]
         return numbers[0], numbers[1], numbers[2] if rest else None
 

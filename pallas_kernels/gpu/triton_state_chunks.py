@@ -179,7 +179,7 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
 
     rate = jnp.exp(constant(0))
     if spec.is_delta:
-        write = 1.0 / (1.0 + jnp.exp(-gate(0)))
+        write = sizes.strength / (1.0 + jnp.exp(-gate(0)))
         decay = _softplus(gate(1) + constant(1))
         eps, scale = sizes.eps, sizes.inputs**-0.5
         key_factor, query_factor = (

@@ -188,7 +188,8 @@ class _HeadNumbers:
         gates, constants = refs["gates"], refs["constants"]
         rate = jnp.exp(constants[0, head])
         if isinstance(options, DeltaOptions):
-            write = 1.0 / (1.0 + jnp.exp(-gates[row.number, 0, head].astype(jnp.float32)))
+            write = gates[row.number, 0, head].astype(jnp.float32)
+            write = options.strength / (1.0 + jnp.exp(-write))
             step = _softplus(gates[row.number, 1, head].astype(jnp.float32) + constants[1, head])
             return cls(jnp.exp(-rate * step), write)
         step = _softplus(gates[row.number, head].astype(jnp.float32) + constants[1, head])

@@ -2,6 +2,7 @@
 
     python -m scripts.bench.prefix --json scripts/results/bench_prefix.json
     python -m scripts.bench.prefix --part hits --pages 20000 --slots 1
+    python -m scripts.bench.prefix --part hits --part chats
     python -m scripts.bench.prefix --part cost --repeats 60 --model bundled
 
 hits    The 1,000 rows of Mooncake's trace, which marks equal prefixes, through the real scheduler
@@ -9,6 +10,14 @@ hits    The 1,000 rows of Mooncake's trace, which marks equal prefixes, through 
         the same size that serves one request at a time. Several slots show the loss where a request
         is admitted before an equal one has published its pages, and where running requests hold
         pages that the ideal has free.
+        Then the same with layers that keep a state for each sequence: hit rates for the borders
+        of `scheduling.snapshots`, for a snapshot at every border of a page, and at every 1,024
+        tokens, all with the same pages and the same number of snapshots. "once" saves multiples
+        of 1,024 too, but like a launch of the engine at most one for a row. "no states" is the
+        most that any can reach. Beside it stands the CPU time of the borders for each launch.
+chats   64 chats of 8 turns with a tiny LFM2: tokens found in the cache, beside the same shape
+        without states, with a snapshot for each 1,024 tokens of pages, and answers beside those
+        with the cache off.
 cost    The same requests without a common prefix, served with the cache on and off by two engines
         that share one runner, weights and pages: two copies in different places of memory would
         differ by more than the cost of the cache. They take turns of a few steps (on, off, off,
@@ -18,7 +27,8 @@ cost    The same requests without a common prefix, served with the cache on and 
         divided by 8. The model is a random Llama of a shape of the comparison, or the bundled one,
         of which a request takes 1.6 ms: there the host counts.
 
-Gates: within one point of the ideal at one slot, and 1 % of throughput. Exit code 1 if one is
+Gates: within one point of the ideal at one slot, the borders at least as good as both others, 0.9
+of the tokens found without states and equal answers, and 1 % of throughput. Exit code 1 if one is
 missed.
 """
 
@@ -39,6 +49,7 @@ from jaxserve.commands.argument_types import positive_integer
 from jaxserve.scheduling.page_keys import PageKeys
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.environment import prepare_process
+from scripts.bench.prefix_states import chat_hits, report_chats, report_state_hits, state_hit_rates
 from scripts.lib.argument_types import at_most, bench_parser, new_folder
 from scripts.lib.model_shapes import SHAPES
 from scripts.lib.random_checkpoint import random_checkpoint
@@ -51,6 +62,9 @@ from scripts.simulate.loop import Setting, Simulation
 
 PAGE_SIZE = 16
 MILLION = 1_000_000
+PARTS = ("hits", "chats", "cost")
+# A tenth of the memory of Qwen3.6-35B-A3B holds a snapshot for each 29,000 cached tokens.
+RATIOS = [29_000, 9_000, 3_000, 1_024]
 MAX_MODEL_LEN = 131_072
 TURN_STEPS = 8
 LEFT_OUT = 0.05  # of the pairs, at either end
@@ -84,6 +98,14 @@ def ideal_hits(jobs: list[Job], capacity: int, size: int, max_model_len: int) ->
     return queries, hits
 
 
+def mooncake_jobs(rows: int, scale: float) -> tuple[list[Job], int]:
+    """Make requests of the Mooncake rows. Return them and the pages that the longest one needs."""
+    jobs = make_jobs(
+        "mooncake", rows, scale=scale, max_model_len=MAX_MODEL_LEN, vocabulary=2**31 - 1
+    )
+    return jobs, -(-max(job.request.max_length for job in jobs) // PAGE_SIZE) + 1
+
+
 def hit_rates(rows: int, scale: float, sizes: list[int], slots: list[int]) -> list[Numbers]:
     """Return hit rates on the Mooncake rows: the real pool's and an ideal LRU's, at several sizes.
 
@@ -92,10 +114,7 @@ def hit_rates(rows: int, scale: float, sizes: list[int], slots: list[int]) -> li
         sizes: pages of 16 tokens.
         slots: requests that are served at once, in the trace's order.
     """
-    jobs = make_jobs(
-        "mooncake", rows, scale=scale, max_model_len=MAX_MODEL_LEN, vocabulary=2**31 - 1
-    )
-    longest = -(-max(job.request.max_length for job in jobs) // PAGE_SIZE) + 1
+    jobs, longest = mooncake_jobs(rows, scale)
     results = []
     for pages in sizes:
         pages = max(pages, longest)
@@ -245,12 +264,16 @@ def report_cost(cost: dict[str, Any]) -> bool:
 
 def main() -> int:
     parser = bench_parser("scripts.bench.prefix", __doc__)
-    parser.add_argument("--part", choices=("hits", "cost"), action="append", help="default: both")
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
     parser.add_argument("--rows", type=at_most(MILLION), default=1000, help="of the Mooncake trace")
     parser.add_argument(
         "--pages", type=at_most(10 * MILLION), nargs="+", default=[20_000, 60_000, 200_000, 600_000]
     )
     parser.add_argument("--slots", type=at_most(1024), nargs="+", default=[1, 16])
+    parser.add_argument(
+        "--tokens-per-snapshot", type=at_most(MILLION), nargs="+", default=RATIOS, help="of `hits`"
+    )
+    parser.add_argument("--chats", type=at_most(1024), default=64)
     parser.add_argument(
         "--requests", type=at_most(MILLION), default=128, help="of each serving of `cost`"
     )
@@ -259,12 +282,25 @@ def main() -> int:
     parser.add_argument("--cache", type=new_folder, help="compilation_cache_dir")
     arguments = parser.parse_args()
     about = about_run()
-    parts, holds = arguments.part or ["hits", "cost"], True
+    parts, holds = arguments.part or PARTS, True
     if "hits" in parts:
         rows = hit_rates(arguments.rows, 1.0, arguments.pages, arguments.slots)
         holds = report_hits(rows)
         if arguments.json:
             keep(arguments.json, {"hits": rows}, about)
+        jobs, longest = mooncake_jobs(arguments.rows, 1.0)
+        sizes = [max(pages, longest) for pages in arguments.pages]
+        ratios = arguments.tokens_per_snapshot
+        states = state_hit_rates(jobs, sizes, arguments.slots, ratios, PAGE_SIZE, MAX_MODEL_LEN)
+        holds &= report_state_hits(states)
+        if arguments.json:
+            keep(arguments.json, {"state_hits": states}, about)
+    if "chats" in parts:
+        prepare_process()
+        found = chat_hits(arguments.chats)
+        holds &= report_chats(found)
+        if arguments.json:
+            keep(arguments.json, {"chats": found}, about)
     if "cost" in parts:
         cost = cost_of_model(arguments)
         holds &= report_cost(cost)

@@ -40,7 +40,7 @@ def decode_rows(rows: int, places: int) -> StateRows:
     number = np.arange(rows, dtype=np.int32)
     zeros = np.zeros_like(number)
     parts = np.arange(rows + 1, dtype=np.int32), number, number, zeros, zeros
-    return StateRows(*map(jnp.asarray, parts), jnp.int32(places - 1))
+    return StateRows._make(map(jnp.asarray, (*parts, np.int32(places - 1))))
 
 
 def mixed_rows(rows: int) -> tuple[StateRows, int]:
@@ -56,7 +56,7 @@ def mixed_rows(rows: int) -> tuple[StateRows, int]:
     border = ((kind == 1) | (kind == 3)).astype(np.int32)
     parts = np.arange(rows + 1, dtype=np.int32), source, target, border, free
     places = 2 * rows + 1
-    return StateRows(*map(jnp.asarray, parts), jnp.int32(places - 1)), places
+    return StateRows._make(map(jnp.asarray, (*parts, np.int32(places - 1)))), places
 
 
 def recurrent_arrays(case: RecurrentCase, places: int) -> tuple[tuple[jax.Array, ...], Any]:
@@ -96,7 +96,7 @@ def call_of(case: RecurrentCase, implementation: str, one_token: bool = True) ->
             return y, (state,)
         gates, constants = rest
         return conv_recurrence(
-            x, gates, states, weights, constants, rows, options_of(case), **options
+            x, gates, (states[0], states[1]), weights, constants, rows, options_of(case), **options
         )
 
     return call

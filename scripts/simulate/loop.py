@@ -26,6 +26,7 @@ class Setting:
     """Settings that a user can simulate, with the names of `EngineConfig`.
 
     `max_steps` is the most decode steps of one launch that programs were compiled for.
+    `num_snapshots` is the number of states of prefixes, or None for a model without states.
     """
 
     max_num_seqs: int
@@ -40,6 +41,7 @@ class Setting:
     max_steps: int = 1
     decode_sizes: tuple[int, ...] | None = None
     token_sizes: tuple[int, ...] | None = None
+    num_snapshots: int | None = None
 
 
 @dataclass
@@ -166,6 +168,7 @@ class Simulation:
             max_num_batched_tokens=setting.max_num_batched_tokens,
             long_prefill_token_threshold=setting.long_prefill_token_threshold,
             enable_prefix_caching=setting.enable_prefix_caching,
+            num_snapshots=setting.num_snapshots,
         )
         self.buckets = BucketSet(
             setting.max_num_seqs,

@@ -17,8 +17,10 @@ import pytest
 
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models import parse_model_config
+from jaxserve.models.config.layers import FULL
 from jaxserve.models.config.split import Split
 from jaxserve.models.shards import check_split
+from scripts.bench.prefix_states import chat_hits, report_chats
 from scripts.lib.paths import ROOT
 from tests.equivalence import fields_of_case
 from tests.support.kept_programs import users_environment
@@ -55,3 +57,16 @@ def test_a_case_has_states_of_its_shapes() -> None:
     shapes = [part.shape for part in config.states_of(0)]
     assert config.states_of(1) == () and config.num_page_layers == config.num_state_layers == 1
     assert config.state_bytes == 4 * sum(int(np.prod(shape)) for shape in shapes)
+
+
+@pytest.mark.own_engine
+def test_chats_find_the_tokens_that_a_model_without_states_finds() -> None:
+    found = chat_hits(count=3, turns=3, scale=16)
+    assert report_chats(found) and found["cached_tokens"] > 0.4 * found["prompt_tokens"]
+    assert not report_chats(found | {"share": 0.89})
+    assert not report_chats(found | {"differing_answers": 1})
+
+
+def test_layers_that_all_attend_keep_no_states() -> None:
+    config = parse_model_config(fields_of_case("lfm2_tied") | {"layer_types": [FULL] * 3})
+    assert config.recurrent is None and config.state_bytes == 0

@@ -32,7 +32,7 @@ TOLERANCES = {jnp.float32: 1e-4, jnp.bfloat16: 2e-2, jnp.float16: 2e-3}
 # Sizes, taps, block of columns, and programs of a group. Sizes are powers of two and not.
 RECURRENCES: tuple[tuple[Options, int, int, int], ...] = (
     (DeltaOptions(2, 6, 16, 32), 4, 16, 3),
-    (DeltaOptions(3, 3, 24, 40), 2, 16, 3),
+    (DeltaOptions(3, 3, 24, 40, strength=2.0), 2, 64, 1),
     (Mamba2Options(2, 4, 20, 48, 0.01, 2.0), 5, 32, 4),
     (Mamba2Options(1, 2, 7, 5), 7, 16, 1),
 )
@@ -49,8 +49,8 @@ def step_rows() -> StateRows:
     border = [0, 1, 1, 0, 1, 0, 0, 0]
     saved = [7, 7, 8, 0, 10, 0, 0, 0]
     start = [0, 1, 2, 3, 4, 5, 6, 6, 6]
-    arrays = (jnp.asarray(part, jnp.int32) for part in (start, source, target, border, saved))
-    return StateRows(*arrays, jnp.int32(SPARE))
+    parts = start, source, target, border, saved, SPARE
+    return StateRows._make(jnp.asarray(part, jnp.int32) for part in parts)
 
 
 ROWS = len(step_rows().target)
@@ -110,10 +110,9 @@ def test_one_launch_follows_the_specification(nth: int, dtype: Any) -> None:
     arrays = operands(options, taps, dtype)
     expected = run(reference.conv_recurrence, *arrays, options=options)
     case = StateCase("conv_recurrence", DeviceLimits("cpu", "cpu"), jnp.dtype(dtype), ROWS, taps)
-    for config in (RecurrenceConfig(block, programs), RecurrenceConfig(64, 1)):
-        fixed = {"options": options, "case": case, "config": config, "interpret": True}
-        got = run(triton_states.conv_recurrence, *arrays, **fixed)
-        check(got, expected, arrays[2], dtype)
+    config = RecurrenceConfig(block, programs)
+    fixed = {"options": options, "case": case, "config": config, "interpret": True}
+    check(run(triton_states.conv_recurrence, *arrays, **fixed), expected, arrays[2], dtype)
 
 
 @pytest.mark.parametrize(("width", "channels"), [(3, 130), (2, 16)])
@@ -165,9 +164,9 @@ def test_cards_before_capability_8_0_use_plain_xla() -> None:
 
 def test_rows_of_several_tokens_are_refused_by_a_step() -> None:
     options, taps, *_ = RECURRENCES[0]
-    mixed, *rest = operands(options, taps, jnp.float32)
+    mixed, gates, *rest = operands(options, taps, jnp.float32)
     with pytest.raises(ValueError, match=r"x has T = 7 tokens; expected one for each of 8 rows"):
-        conv_recurrence(mixed[1:], *rest, options, one_token=True)
+        conv_recurrence(mixed[1:], gates[1:], *rest, options, one_token=True)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 256])

@@ -67,6 +67,7 @@ def operands(op: str, sizes: Any, tokens: int, dtype: Any, biased: bool = True) 
     [
         *(("causal_conv", sizes) for sizes in CONVOLUTIONS),
         *(("gated_delta", DeltaOptions(*sizes)) for sizes in SIZES),
+        ("gated_delta", DeltaOptions(*SIZES[1], strength=2.0)),
         *(("mamba2", Mamba2Options(*sizes, 0.01, 2.0)) for sizes in SIZES),
     ],
     ids=str,

@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
@@ -152,7 +151,7 @@ class StateStepCase(Case):
             step = reference.causal_conv if self.kind == "conv" else reference.conv_recurrence
             return step(*self.operands(arrays))
 
-        return evaluate(specification, [jnp.asarray(array) for array in self.arguments()])
+        return evaluate(specification, self.arguments())
 
 
 def state_step_cases() -> list[Case]:

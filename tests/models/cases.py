@@ -48,6 +48,14 @@ EXPERTS = {
 }
 COHERE = {"layer_norm_eps": 1e-3, "logit_scale": 0.8, "tie_word_embeddings": True}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 50.0}
+PROPORTIONAL = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "sliding_attention": LOCAL_ROPE,
+}
 FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
 
 DELTA = {
@@ -70,6 +78,7 @@ SHARED_EXPERT = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+BAMBA = {"mamba_n_heads": 4, "mamba_d_state": 12, "mamba_n_groups": 2}
 # Read by every family. A case changes some of it.
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -146,6 +155,53 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"num_hidden_layers": 3, "no_rope_layer_interval": 2}),
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {"sliding_window": 9, "layer_types": [SLIDING, FULL]}),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {
+            "layer_types": ["linear_attention", FULL],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            "head_dim": 12,
+            "mamba_d_ssm": 48,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.6,
+            "ssm_in_multiplier": 1.4,
+            "ssm_out_multiplier": 0.8,
+            "ssm_multipliers": [0.9, 1.1, 0.7, 1.3, 0.6],
+            "mlp_multipliers": [0.5, 1.7],
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.4,
+            **BAMBA,
+        },
+    ),
+    "bamba": (
+        "Bamba",
+        {"num_hidden_layers": 3, "attn_layer_indices": [1], "hidden_size": 48, **BAMBA},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", FULL, "linear_attention"],
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 24,
+            "shared_intermediate_size": 20,
+            **BAMBA,
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -202,6 +258,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 FULL: {"rope_type": "default", "rope_theta": 500.0},
                 SLIDING: LOCAL_ROPE,
             },
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "norm_eps": 1e-3,
+            "num_hidden_layers": 3,
+            "layer_types": [CONV, FULL, CONV],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "lfm3": (
+        "Lfm3",
+        {
+            "norm_eps": 1e-3,
+            "num_hidden_layers": 4,
+            "layer_types": [CONV, SLIDING, CONV, FULL],
+            "head_dim": 12,
+            "sliding_window": 9,
+            "conv_L_cache": 7,
+            "rope_parameters": PROPORTIONAL,
         },
     ),
     "lfm2": (
@@ -462,6 +543,125 @@ CASES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "block_ffn_dim_multiplier": 1.3,
         "layer_types": [FULL, CONV, CONV],
+    },
+    "lfm2_moe_corrected": {},
+    "lfm2_moe_plain_tied": {
+        "use_expert_bias": False,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 5,
+        "num_key_value_heads": 1,
+    },
+    "lfm2_moe_all_sparse_biases": {
+        "num_dense_layers": 0,
+        "num_experts_per_tok": 1,
+        "conv_bias": True,
+        "conv_L_cache": 7,
+        "layer_types": [CONV, CONV, FULL],
+    },
+    "lfm3_window_and_full": {},
+    "lfm3_tied_biases": {
+        "tie_word_embeddings": True,
+        "conv_bias": True,
+        "conv_L_cache": 3,
+        "attention_bias": True,
+        "num_key_value_heads": 1,
+        "layer_types": None,
+    },
+    "lfm3_narrow_half_linear": {
+        "conv_L_cache": 4,
+        "hidden_size": 40,
+        "num_hidden_layers": 3,
+        "layer_types": [FULL, CONV, SLIDING],
+        "rope_parameters": {
+            FULL: PROPORTIONAL[FULL] | {"partial_rotary_factor": 0.3, "factor": 2.0},
+            SLIDING: LINEAR,
+        },
+    },
+    "granitemoehybrid_experts": {},
+    "granitemoehybrid_rotated_tied_biases": {
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "mamba_d_conv": 3,
+        "mamba_n_groups": 1,
+        "num_experts_per_tok": 1,
+        "num_key_value_heads": 1,
+    },
+    "granitemoehybrid_dense_wide_taps": {
+        "num_local_experts": 0,
+        "mamba_d_conv": 7,
+        "mamba_expand": 3,
+        "mamba_n_groups": 4,
+        "time_step_limit": [0.05, 0.7],
+        "layer_types": [FULL, "linear_attention", "linear_attention"],
+    },
+    "granitemoehybrid_attention_alone": {
+        "layer_types": [FULL, FULL],
+        "num_hidden_layers": 2,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+    },
+    "falcon_h1_factors": {},
+    "falcon_h1_norm_after_biases_tied": {
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "mamba_proj_bias": True,
+        "projectors_bias": True,
+        "mamba_d_conv": 7,
+        "num_key_value_heads": 1,
+    },
+    "falcon_h1_norm_before_expanded": {
+        "mamba_rms_norm": True,
+        "mamba_d_ssm": None,
+        "mamba_conv_bias": False,
+        "mamba_d_conv": 3,
+        "mamba_n_groups": 4,
+        "ssm_multipliers": None,
+        "mlp_multipliers": None,
+        "time_step_limit": [0.05, 0.7],
+    },
+    "bamba_half_rotated": {},
+    "bamba_tied_biases": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "mamba_proj_bias": True,
+        "mamba_d_conv": 7,
+        "num_key_value_heads": 1,
+    },
+    "bamba_narrow_taps": {
+        "mamba_d_conv": 3,
+        "mamba_conv_bias": False,
+        "mamba_n_groups": 1,
+        "attn_layer_indices": [0, 2],
+        "time_step_limit": [0.05, 0.7],
+        "num_key_value_heads": 4,
+    },
+    "olmo_hybrid_rotated": {},
+    "olmo_hybrid_without_rotation_wide_taps": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        "linear_allow_neg_eigval": False,
+        "linear_conv_kernel_dim": 7,
+        "linear_num_value_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "olmo_hybrid_tied_default_sizes": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "num_hidden_layers": 3,
+        "layer_types": None,
+        "linear_num_key_heads": None,
+        "linear_num_value_heads": None,
+        "linear_key_head_dim": None,
+        "linear_value_head_dim": None,
+        "linear_conv_kernel_dim": 3,
+        "num_key_value_heads": 4,
     },
     "nemotron_h_all_kinds": {},
     "nemotron_h_latent_biases": {

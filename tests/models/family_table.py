@@ -19,7 +19,7 @@ import json
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 
 import jax
@@ -34,7 +34,7 @@ from jaxserve.models import abstract_model, read_model_config
 from jaxserve.weights import load_weights
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
-from tests.models.cases import CASES, FAMILIES, family_of, transformers_model
+from tests.models.cases import CASES, FAMILIES, family_of, fields_of, transformers_model
 from tests.models.tiny_models import (
     hugging_face_model,
     load,
@@ -54,7 +54,6 @@ LARGE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "layer_types": None,
 }
 
 
@@ -102,11 +101,14 @@ def loading(family: str) -> tuple[int, float]:
     """Return the number of parameters, and the seconds of the faster of two reads."""
     case = next(case for case in CASES if family_of(case) == family)
     sizes = dict(LARGE)
+    for name in ("layer_types", "layers_block_type"):
+        if kinds := fields_of(case).get(name):
+            sizes[name] = list(islice(cycle(kinds), LARGE["num_hidden_layers"]))
     if "kv_lora_rank" in FAMILIES[family][1]:  # latent attention has as many heads on both sides
         sizes["num_key_value_heads"] = LARGE["num_attention_heads"]
         del sizes["head_dim"]  # it is that of the rotated part
     with tempfile.TemporaryDirectory() as folder:
-        transformers_model(case, sizes).to(torch.bfloat16).save_pretrained(folder)
+        save(case, transformers_model(case, sizes).to(torch.bfloat16), Path(folder))
         config, seconds = read_model_config(folder), []
         for _ in range(2):
             started = time.perf_counter()

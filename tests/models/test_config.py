@@ -58,7 +58,11 @@ def test_gguf_files_are_read_as_architectures_that_exist():
 
 # Required settings of latent attention and experts.
 NEEDED = {
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
     "DeepseekV2ForCausalLM": {"num_key_value_heads": 32, "num_experts_per_tok": 2},
+    "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "OlmoHybridForCausalLM": {"num_key_value_heads": 30},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
 }
 
@@ -757,3 +761,15 @@ def test_an_infinite_number_in_a_file_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA).replace("1e-05", "1e999"))
     with pytest.raises(UnsupportedModel, match="rms_norm_eps is not a finite number"):
         read_model_config(tmp_path)
+
+
+def test_models_without_attention_are_refused_in_one_sentence():
+    sentence = "a model without cache pages is not served"
+    mamba = transformers.Mamba2Config(architectures=["Mamba2ForCausalLM"])
+    with pytest.raises(UnsupportedModel, match=rf"\['Mamba2ForCausalLM'\]: .*{sentence}$"):
+        parse_model_config(mamba.to_dict())
+    bamba = transformers.BambaConfig(architectures=["BambaForCausalLM"])
+    with pytest.raises(UnsupportedModel, match=f"1 field.*\n.*{sentence}$"):
+        parse_model_config(bamba.to_dict())
+    with_attention = bamba.to_dict() | {"attn_layer_indices": [3]}
+    assert parse_model_config(with_attention).num_page_layers == 1

@@ -1,6 +1,7 @@
 """Every family equals Transformers, through prefill, chunks and decode."""
 
 import json
+import shutil
 from itertools import cycle
 from typing import Any
 
@@ -79,6 +80,30 @@ def test_chunked_prefill_then_greedy_decode(checkpoints, case, page_size, padded
         assert relative_error(logits[row], want) < TOLERANCE
         wanted.append(want)
     assert relative_error(after_a_prefix_hit(runner), wanted[0][HIT : HIT + SHARED]) < TOLERANCE
+    if runner.model.config.recurrent is not None:
+        short_rows_equal(runner, reference)
+
+
+def short_rows_equal(runner: PagedRunner, reference: Any) -> None:
+    """Begin all rows anew, with prompts of 1, 2 and 9 tokens in chunks shorter than convolutions.
+
+    The steps have the shape of the prompts' chunks, which is compiled. The rows' states are those
+    of other sequences.
+    """
+    sequences = [row[-9:] for row in runner.tokens]
+    steps = [(1, 2, 2), (1, 1, 1), (2, 1, 3), (1, 3, 1), (4, 2, 2)]
+    runner.begin_anew()
+    logits: list[list[np.ndarray]] = [[] for _ in sequences]
+    for counts in steps:
+        read = [
+            sequence[len(row) : len(row) + count]
+            for sequence, row, count in zip(sequences, runner.tokens, counts, strict=True)
+        ]
+        for row, part in enumerate(runner.run(read, pad_to=CHUNK)):
+            logits[row].append(part)
+    for row, sequence in enumerate(sequences):
+        want = reference_logits(reference, sequence)
+        assert relative_error(np.concatenate(logits[row]), want) < TOLERANCE
 
 
 def after_a_prefix_hit(runner: PagedRunner) -> np.ndarray:
@@ -119,3 +144,18 @@ def test_layers_that_predict_further_tokens_are_not_read(checkpoints, tmp_path, 
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
     load(tmp_path)
     assert "eh_proj" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_tied_wide_taps", "nemotron_h_dense_biases"])
+def test_modules_that_predict_further_tokens_are_not_read(checkpoints, case, tmp_path, caplog):
+    """Qwen3.5's and Nemotron 3's checkpoints hold them under a name of their own."""
+    source = checkpoints[case][0]
+    tensors = load_file(source / "model.safetensors")
+    shutil.copy(source / "config.json", tmp_path)
+    extra = np.zeros((3, 5), np.float32)
+    save_file(tensors | {"mtp.layers.0.fc.weight": extra}, tmp_path / "model.safetensors")
+    load(tmp_path)
+    assert not caplog.records
+    save_file(tensors | {"other.layers.0.fc.weight": extra}, tmp_path / "model.safetensors")
+    load(tmp_path)
+    assert "other.layers.0.fc.weight" in caplog.text

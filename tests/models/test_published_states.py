@@ -10,7 +10,7 @@ import transformers
 
 from jaxserve.models import parse_model_config
 
-ATTENTION, CONV = "full_attention", "conv"
+ATTENTION, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 
 
 def _of(kind: str, **fields: Any) -> dict[str, Any]:
@@ -19,13 +19,26 @@ def _of(kind: str, **fields: Any) -> dict[str, Any]:
     return config.to_dict() | {"architectures": [name]}
 
 
+def _kinds(layers: str) -> list[str]:
+    return [ATTENTION if letter == "*" else CONV for letter in layers]
+
+
 def _lfm2(layers: str, **fields: Any) -> dict[str, Any]:
-    kinds = [ATTENTION if letter == "*" else CONV for letter in layers]
+    kinds = _kinds(layers)
     return _of("Lfm2", layer_types=kinds, num_hidden_layers=len(kinds), **fields)
 
 
 def _nemotron(pattern: str, **fields: Any) -> dict[str, Any]:
     return _of("NemotronH", hybrid_override_pattern=pattern, **fields)
+
+
+def _granite(**fields: Any) -> dict[str, Any]:
+    kinds = [ATTENTION if index in (5, 15, 25, 35) else LINEAR for index in range(40)]
+    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8}
+    mamba = {"mamba_n_heads": 64, "mamba_d_state": 128}
+    return _of(
+        "GraniteMoeHybrid", layer_types=kinds, num_hidden_layers=40, **sizes, **mamba, **fields
+    )
 
 
 NANO = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
@@ -48,6 +61,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         _lfm2(SMALL, hidden_size=2048, num_attention_heads=32, intermediate_size=12288),
         2 * 6 * 8 * 64 * 2,
         10 * 2 * 2048 * 4,
+    ),
+    "LFM2-8B-A1B": (
+        _of("Lfm2Moe", num_hidden_layers=24, layer_types=_kinds("cc*ccc*ccc*ccc*ccc*cc*cc")),
+        2 * 6 * 8 * 64 * 2,
+        18 * 2 * 2048 * 4,
+    ),
+    "LFM3-1.7B (defaults of the class)": (
+        _of("Lfm3"),
+        2 * 11 * 4 * 128 * 2,
+        13 * 6 * 2048 * 4,
     ),
     "Qwen3.5-0.8B": (
         _of(
@@ -113,6 +136,26 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         ),
         2 * 4 * 8 * 128 * 2,
         27 * (3 * (10240 + 2 * 1024) + 128 * 128 * 80) * 4,
+    ),
+    "granite-4.0-h-micro": (
+        _granite(num_local_experts=0, shared_intermediate_size=8192),
+        2 * 4 * 8 * 64 * 2,
+        36 * (3 * (4096 + 2 * 128) + 64 * 128 * 64) * 4,
+    ),
+    "Falcon-H1 (defaults of the class)": (
+        _of("FalconH1"),
+        2 * 32 * 8 * 128 * 2,
+        32 * (3 * (1024 + 2 * 256) + 128 * 256 * 8) * 4,
+    ),
+    "Olmo-Hybrid-7B (defaults of the class)": (
+        _of("OlmoHybrid"),
+        2 * 8 * 30 * 128 * 2,
+        24 * (3 * 2 * (2880 + 2880) + 30 * 96 * 192) * 4,
+    ),
+    "Bamba-9B": (
+        _of("Bamba", attn_layer_indices=[9, 18, 27], mamba_d_state=128),
+        2 * 3 * 8 * 128 * 2,
+        29 * (3 * (8192 + 2 * 128) + 128 * 128 * 64) * 4,
     ),
     "NVIDIA-Nemotron-3-Nano-30B-A3B": (
         _nemotron(

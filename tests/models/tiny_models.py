@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.typing import DTypeLike
+from safetensors.torch import load_file, save_file
 
 from jaxserve.models import Decoder, read_model_config
 from jaxserve.weights import load_weights
-from tests.models.cases import transformers_model
+from tests.models.cases import family_of, transformers_model
 from tests.models.packed import pack_experts, set_packed_experts
 
 
@@ -25,7 +26,7 @@ def hugging_face_model(case: str) -> Any:
             if "norm" in name or name.endswith("bias"):
                 parameter += 0.3 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer += 0.1 * torch.randn_like(buffer)
     if "mxfp4" in case:
         set_packed_experts(model)
@@ -35,8 +36,26 @@ def hugging_face_model(case: str) -> Any:
 def save(case: str, model: Any, directory: Path) -> None:
     """Write the checkpoint of a case."""
     model.save_pretrained(directory)
+    if family_of(case) == "olmo_hybrid":
+        _divide_taps(model, directory)
     if "mxfp4" in case:
         pack_experts(directory)
+
+
+def _divide_taps(model: Any, directory: Path) -> None:
+    """Store each convolution of OLMo Hybrid as in published checkpoints.
+
+    These have a tensor each for queries, keys and values. Transformers writes three equal parts.
+    """
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name, module in model.named_modules():
+        if hasattr(module, "conv1d"):
+            sizes = module.key_dim, module.key_dim, module.value_dim
+            parts = module.conv1d.weight.detach().split(sizes)
+            for letter, part in zip("qkv", parts, strict=True):
+                tensors[f"{name}.{letter}_conv1d.weight"] = part.contiguous()
+    save_file(tensors, path, {"format": "pt"})
 
 
 def load(directory: Path, dtype: DTypeLike = jnp.float32) -> Decoder:

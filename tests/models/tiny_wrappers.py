@@ -39,6 +39,8 @@ TEXT: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 9, "logit_scale": 0.8},
     "deepseek_v3": {**EXPERTS, "n_group": 3, "topk_group": 2},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
 }
 # Divides the pairs of a head among time, height and width, without an effect on text.
 SECTIONS: dict[str, dict[str, Any]] = {

@@ -58,7 +58,7 @@ class Setup:
     def scheduler(self, pool: PagePool, slots: SlotTable) -> Scheduler:
         """Return the scheduler under test."""
         if self.kind == "continuous":
-            return Scheduler(
+            scheduler = Scheduler(
                 pool,
                 slots,
                 max_num_batched_tokens=self.budget,
@@ -67,6 +67,9 @@ class Setup:
                 policy=self.policy,
                 num_snapshots=self.num_snapshots,
             )
+            if scheduler.states is not None:  # prompts are short
+                scheduler.states.interval, scheduler.states.least = 2 * self.page_size, 1
+            return scheduler
         return StaticScheduler(
             pool,
             slots,

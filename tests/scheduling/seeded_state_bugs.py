@@ -22,8 +22,8 @@ STATE_BUGS = (
     Bug(
         "a snapshot is evicted in the launch that reads it",
         SNAPSHOTS,
-        "(self._page_of >= 0) & (self._pins == 0)",
-        "self._page_of >= 0",
+        "        self._evictable.pop(snapshot, None)\n        self.num_restored",
+        "        self.num_restored",
     ),
     Bug(
         "an answer's snapshot is written again in the launch that reads it",

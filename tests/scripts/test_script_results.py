@@ -121,12 +121,13 @@ def test_each_model_keeps_what_is_said_of_its_starts(tmp_path: Path) -> None:
 def test_parts_keep_what_is_said_of_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "prefix.json"
     path.write_text(json.dumps({"cost": {"pairs": 3}, "machines": {"cost": {"date": "then"}}}))
-    words = "scripts/bench/prefix.py --part hits --rows 3 --pages 64 --slots 1 --json"
+    words = "scripts/bench/prefix.py --part hits --rows 3 --pages 64 --slots 1"
+    words += " --tokens-per-snapshot 3000 --json"
     monkeypatch.setattr(sys, "argv", [*words.split(), str(path)])
     assert bench_prefix.main() == 0
     found = json.loads(path.read_text())
     assert found["cost"] == {"pairs": 3} and found["runs"]["cost"] == {"date": "then"}
-    assert len(found["hits"]) == 1
+    assert len(found["hits"]) == len(found["state_hits"]) == 1
     assert found["runs"]["hits"]["command"].startswith("python scripts/bench/prefix.py ")
     assert "machines" not in found
 

@@ -18,6 +18,7 @@ from jaxserve.execution.buckets import BucketSet
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling.plan import LaunchPlan
 from scripts.bench.prefix import hit_rates, ideal_hits
+from scripts.bench.prefix_states import report_state_hits, state_hit_rates
 from scripts.simulate import command as simulate
 from scripts.simulate.command import read_setting
 from scripts.simulate.fits import (
@@ -368,6 +369,17 @@ def test_jobs_follow_their_trace_at_any_rate() -> None:
 def test_hit_rates_are_within_a_point_of_an_ideal_lru() -> None:
     for row in hit_rates(150, 16.0, [2000, 9000], slots=[1]):
         assert row["ideal_pct"] > 1 and abs(row["points_below"]) <= 1.0, row
+
+
+def test_snapshots_never_find_more_than_their_pages() -> None:
+    jobs = make_jobs("mooncake", 150, max_model_len=131_072, vocabulary=2**31 - 1)
+    (row,) = state_hit_rates(jobs, [20_000], [1], [3_000], 16, 131_072)
+    assert row["snapshots"] == 106 and row["plan_cpu_us"] > 0
+    rates = [row[f"{name}_pct"] for name in ("ours", "every", "thousand", "thousand_once")]
+    assert max(rates) <= row["none_pct"] and row["ours_pct"] >= max(rates[1:3])
+    assert row["ours_pct"] > 0
+    lost = row | {"ours_pct": row["thousand_pct"] - 0.1}
+    assert report_state_hits([row]) and not report_state_hits([row, lost])
 
 
 def test_an_ideal_lru_by_hand() -> None:

@@ -85,22 +85,38 @@ class Oracle:
         w, config = self._weights, self._config
         project = w["embedding.project"]
         x = w["embedding.table"][tokens] if "embedding.table" in w else project[:, tokens].T
-        angles = np.arange(len(tokens))[:, None] * rope_frequencies(config.rope, config.head_dim)
+        scales = config.scales
+        x = x * scales.embedding
         for index, layer in enumerate(self._layers):
-            if "attention_norm.scale" in layer:
-                normed, kind = self._norm(x, layer["attention_norm.scale"]), config.mixers_of(index)
-                if kind == ("attention",):
-                    turns = angles if config.layers.rotary[index] else 0 * angles
-                    x = x + self._attention(normed, layer, np.cos(turns), np.sin(turns))
-                else:
-                    x = x + recurrent_mixer(kind[0], config, layer, normed)
-            if "mlp_norm.scale" in layer:
-                x = x + self._mlp(self._norm(x, layer["mlp_norm.scale"]), layer)
-        return self._norm(x, w["norm.scale"]) @ project
+            if config.mixers_of(index):
+                normed = self._normed(x, layer, "attention_norm")
+                y = self._mixed(index, layer, normed)
+                x = x + scales.residual * self._normed(y, layer, "attention_out_norm")
+            if config.has_mlp(index):
+                y = scales.mlp * self._mlp(self._normed(x, layer, "mlp_norm"), layer)
+                x = x + scales.residual * self._normed(y, layer, "mlp_out_norm")
+        logits = self._norm(x, w["norm.scale"]) @ project
+        return logits / scales.logit_divisor * scales.logit_factor
+
+    def _mixed(self, index: int, layer: dict[str, Array], x: Array) -> Array:
+        """Return the sum of the results of a layer's mixers for normalized tokens."""
+        config, results = self._config, list[Array]()
+        kinds = config.mixers_of(index)
+        factors = config.scales.mixers or ((1.0, 1.0),) * len(kinds)
+        for kind, (before, after) in zip(kinds, factors, strict=True):
+            if kind != "attention":
+                results.append(after * recurrent_mixer(kind, config, layer, before * x))
+                continue
+            rope, window = config.rope_of(index), config.layers.windows[index]
+            turns = rope_frequencies(rope or config.rope, config.head_dim) * (rope is not None)
+            angles = np.arange(len(x))[:, None] * turns
+            turns = np.cos(angles), np.sin(angles)
+            results.append(after * self._attention(before * x, layer, *turns, window))
+        return np.sum(results, axis=0)
 
     def _mlp(self, x: Array, layer: dict[str, Array]) -> Array:
         if "mlp.router" not in layer:
-            return _dense(x, layer, "mlp")
+            return _dense(x, layer, "mlp", self._config.scales.gate)
         routed = self._experts(x, layer)
         if not self._config.experts or not self._config.experts.shared:
             return routed
@@ -116,7 +132,7 @@ class Oracle:
         scores = x @ layer["mlp.router"]
         if self._traits.router == "sigmoid":
             shares = 1 / (1 + np.exp(-scores))
-            ranks = _within_groups(shares + layer["mlp.correction"], experts)
+            ranks = _within_groups(shares + layer.get("mlp.correction", 0), experts)
         else:
             shares = ranks = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
         inputs = x @ layer["mlp.before"] if "mlp.before" in layer else x
@@ -124,6 +140,8 @@ class Oracle:
         for token, share in enumerate(shares):
             chosen = np.argsort(-ranks[token])[: experts.chosen]
             total = share[chosen].sum() if experts.normalize else 1.0
+            if experts.normalize and self._traits.router == "sigmoid":
+                total += experts.sum_eps
             for one in chosen:
                 row = inputs[token : token + 1]
                 if "mlp.up" in layer:
@@ -134,17 +152,26 @@ class Oracle:
         return mixed @ layer["mlp.after"] if "mlp.after" in layer else mixed
 
     def _norm(self, x: Array, scale: Array) -> Array:
-        mean = np.mean(x * x, axis=-1, keepdims=True)
+        mean = np.mean(x * x, axis=tuple(range(-scale.ndim, 0)), keepdims=True)
         return x / np.sqrt(mean + self._config.rms_norm_eps) * (scale + self._traits.norm_offset)
 
-    def _attention(self, x: Array, layer: dict[str, Array], cos: Array, sin: Array) -> Array:
+    def _normed(self, x: Array, layer: dict[str, Array], name: str) -> Array:
+        """Return the norm of x by name, or x if the layer has no such norm."""
+        scale = layer.get(f"{name}.scale")
+        return x if scale is None else self._norm(x, scale)
+
+    def _attention(
+        self, x: Array, layer: dict[str, Array], cos: Array, sin: Array, window: int | None
+    ) -> Array:
         gate = None
+        if "attention.head_gate" in layer:
+            gate = np.tensordot(x, layer["attention.head_gate"], 1)[..., None]
         if "attention.query_gate" in layer:
             both = np.tensordot(x, layer["attention.query_gate"], 1)
             pair = np.tensordot(x, layer["attention.key_value"], 1)
             query, gate, key, value = both[..., 0, :], both[..., 1, :], pair[:, :, 0], pair[:, :, 1]
         else:
-            qkv = np.tensordot(x, layer["attention.qkv"], 1)
+            qkv = np.tensordot(x, layer["attention.qkv"], 1) + layer.get("attention.qkv_bias", 0)
             query, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         if "attention.query_norm.scale" in layer:
             query = self._norm(query, layer["attention.query_norm.scale"])
@@ -155,13 +182,17 @@ class Oracle:
         # Query heads by the head of keys that they share: [K, G, T, H] and [K, 1, T, H].
         query = query.transpose(1, 2, 0, 3)
         key, value = key.transpose(1, 0, 2)[:, None], value.transpose(1, 0, 2)[:, None]
-        scores = query @ key.swapaxes(-1, -2) / np.sqrt(self._config.head_dim)
-        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+        scale = self._config.scales.attention or self._config.head_dim**-0.5
+        scores = scale * (query @ key.swapaxes(-1, -2))
+        seen = np.tri(len(x), dtype=bool)
+        if window is not None:
+            seen &= ~np.tri(len(x), k=-window, dtype=bool)
+        scores = np.where(seen, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         mixed = (weights @ value).transpose(2, 0, 1, 3)
         mixed = mixed if gate is None else mixed / (1 + np.exp(-gate))
-        return np.tensordot(mixed, layer["attention.out"], 3)
+        return np.tensordot(mixed, layer["attention.out"], 3) + layer.get("attention.out_bias", 0)
 
     def answer(
         self,
@@ -239,9 +270,12 @@ def _through_int8(x: Array) -> Array:
     return np.clip(np.rint(x / scale), -127, 127) * scale
 
 
-def _dense(x: Array, layer: dict[str, Array], name: str) -> Array:
+def _dense(x: Array, layer: dict[str, Array], name: str, factor: float = 1.0) -> Array:
+    """Apply an MLP. `factor` is that of its gate, before the activation."""
     if f"{name}.up" not in layer:
-        return _gated(x, layer[f"{name}.gate_up"], layer[f"{name}.down"])
+        gate_up, bias = layer[f"{name}.gate_up"], layer.get(f"{name}.gate_up_bias", NO_BIAS)
+        down = layer.get(f"{name}.down_bias", 0)
+        return _gated(x, gate_up, layer[f"{name}.down"], bias, factor) + down
     hidden = x @ layer[f"{name}.up"] + layer.get(f"{name}.up_bias", np.zeros((1, 1)))
     return np.maximum(hidden, 0) ** 2 @ layer[f"{name}.down"] + layer.get(f"{name}.down_bias", 0)
 
@@ -256,8 +290,14 @@ def _within_groups(ranks: Array, experts: Experts) -> Array:
     return np.where(is_kept[..., None], groups, -np.inf).reshape(ranks.shape)
 
 
-def _gated(x: Array, gate_up: Array, down: Array) -> Array:
-    gate, up = x @ gate_up.swapaxes(0, 1)
+NO_BIAS = np.zeros((2, 1))
+
+
+def _gated(
+    x: Array, gate_up: Array, down: Array, bias: Array = NO_BIAS, factor: float = 1.0
+) -> Array:
+    gate, up = x @ gate_up.swapaxes(0, 1) + bias[:, None]
+    gate = factor * gate
     return (gate / (1 + np.exp(-gate)) * up) @ down
 
 

@@ -41,7 +41,8 @@ class PagedRunner:
         pages_per_row = -(-self.max_tokens // self.page_size)
         num_pages = pages_per_row * self.num_rows + 1
         order = np.random.default_rng(0).permutation(np.arange(1, num_pages))
-        self.page_table = order.reshape(pages_per_row, self.num_rows).T.astype(np.int32)
+        self._own_pages = order.reshape(pages_per_row, self.num_rows).T.astype(np.int32)
+        self.page_table = self._own_pages.copy()
         shape = (num_pages, config.num_key_value_heads, self.page_size, config.head_dim)
         pages = np.zeros(shape, self.model.norm.scale.dtype)
         pages[0] = np.nan
@@ -128,6 +129,10 @@ class PagedRunner:
         self.tokens[row] = self.tokens[other][:count]
         assert self.model.config.recurrent is None or count == self.border
         self._restored[row] = self.num_rows + other
+
+    def begin_anew(self) -> None:
+        """Let all rows begin with no token, in their own pages and states of their last tokens."""
+        self.tokens, self.page_table = [[] for _ in self.tokens], self._own_pages.copy()
 
     def program(self) -> str:
         """Return the program of the last step, as text."""

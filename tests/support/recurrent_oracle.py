@@ -51,7 +51,7 @@ def _gated_delta(config: ModelConfig, layer: dict[str, Array], x: Array) -> Arra
     )
     value = value.reshape(len(x), sizes.heads, -1)
     gates = np.tensordot(x, layer["delta.gates"], 1).reshape(len(x), 2, sizes.heads)
-    write = _sigmoid(gates[:, 0])
+    write = sizes.strength * _sigmoid(gates[:, 0])
     rate, bias = layer["delta.constants"]
     decay = np.exp(-np.exp(rate) * np.log1p(np.exp(gates[:, 1] + bias)))
     state = np.zeros((sizes.heads, sizes.inputs, sizes.outputs))
@@ -62,7 +62,7 @@ def _gated_delta(config: ModelConfig, layer: dict[str, Array], x: Array) -> Arra
         change = write[token][:, None] * (value[token] - known)
         state = state + key[token][..., None] * change[:, None]
         y[token] = np.einsum("hk,hkv->hv", query[token] * sizes.inputs**-0.5, state)
-    y = _normed(y, config.rms_norm_eps) * layer["delta.norm.scale"]
+    y = _normed(y, sizes.norm_eps or config.rms_norm_eps) * layer["delta.norm.scale"]
     return (y.reshape(len(x), values) * _silu(gate)) @ layer["delta.out"]
 
 
@@ -72,6 +72,9 @@ def _mamba2(config: ModelConfig, layer: dict[str, Array], x: Array) -> Array:
         x @ layer[f"mamba.{part}"] + layer.get(f"mamba.{part}_bias", np.zeros(1))
         for part in ("gate", "mixed", "steps")
     )
+    if sizes.factors:
+        first, *parts, last = sizes.factors
+        gate, mixed, steps = first * gate, np.repeat(parts, sizes.parts) * mixed, last * steps
     mixed = _silu(_convolved(mixed, layer["mamba.taps"], layer.get("mamba.taps_bias", np.zeros(1))))
     inputs, b, c = np.split(mixed, np.cumsum(sizes.parts[:2]), axis=-1)
     inputs = inputs.reshape(len(x), sizes.heads, -1)
@@ -86,8 +89,11 @@ def _mamba2(config: ModelConfig, layer: dict[str, Array], x: Array) -> Array:
         change = steps[token][:, None] * inputs[token]
         state = state * decay[token][:, None, None] + b[token][..., None] * change[:, None]
         y[token] = np.einsum("hk,hkv->hv", c[token], state) + direct[:, None] * inputs[token]
-    y = (y.reshape(len(x), -1) * _silu(gate)).reshape(len(x), sizes.groups, -1)
-    y = (_normed(y, config.rms_norm_eps) * layer["mamba.norm.scale"]).reshape(len(x), -1)
+    y, gate = (part.reshape(len(x), sizes.groups, -1) for part in (y, _silu(gate)))
+    y = y if sizes.norm == "before" else y * gate
+    if sizes.norm:
+        y = _normed(y, config.rms_norm_eps) * layer["mamba.norm.scale"]
+    y = (y * gate if sizes.norm == "before" else y).reshape(len(x), -1)
     return y @ layer["mamba.out"] + layer.get("mamba.out_bias", 0)
 
 

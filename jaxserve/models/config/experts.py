@@ -20,6 +20,8 @@ class Experts:
         layers: for each layer, whether it has experts; the other layers have one dense MLP.
         normalize: divide the weights of the chosen experts by their sum.
         scaling: factor of the weights after `normalize`.
+        sum_eps: number added to the sum in `normalize` where a sigmoid gives the weights.
+        corrected: a bias for each expert, beside its sigmoid, takes part in the choice of experts.
         groups, kept_groups: number of groups of experts, and of groups with the best scores from
             which experts are chosen.
         shared: width of an additional MLP that every token passes, or 0 without one.
@@ -36,6 +38,8 @@ class Experts:
     layers: tuple[bool, ...]
     normalize: bool = True
     scaling: float = 1.0
+    sum_eps: float = 1e-20
+    corrected: bool = True
     groups: int = 1
     kept_groups: int = 1
     shared: int = 0

@@ -1,11 +1,12 @@
 """Attention windows and rotation of each layer, as given in config.json."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from jaxserve.models.config.fields import MAX_POSITIONS, Fields
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ATTENTION = "attention"
 MAX_LAYERS = 1 << 10
 
@@ -153,6 +154,34 @@ def no_rope(fields: Fields, layers: int) -> LayerTable:
     sliding = [window is not None and not rotates for rotates in rotary]
     table = _table(fields, window, sliding)
     return LayerTable(table.windows, tuple(rotary))
+
+
+def layer_kinds(
+    fields: Fields,
+    layers: int,
+    allowed: Sequence[str],
+    default: Sequence[str],
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
+    """Return the kind of each layer from `layer_types`, or `default` if the field is absent.
+
+    A malformed `layer_types` is refused and gives layers of the first kind in `allowed`.
+
+    Args:
+        layers: number of layers.
+        allowed: kinds of layers.
+        names: kinds by their other names in the field.
+    """
+    listed = fields.take("layer_types")
+    if listed is None:
+        return list(default)
+    kinds = listed if isinstance(listed, list) else []
+    kinds = [names.get(kind, kind) if isinstance(kind, str) else None for kind in kinds]
+    if len(kinds) == layers and all(kind in allowed for kind in kinds):
+        return [kind for kind in kinds if kind is not None]
+    kinds = " or ".join((", ".join(map(repr, allowed[:-1])), repr(allowed[-1])))
+    fields.refuse("layer_types", f"{kinds} for each of {layers} layers")
+    return [allowed[0]] * layers
 
 
 def _window(fields: Fields) -> int | None:

@@ -28,6 +28,10 @@ MAX_HIDDEN = 1 << 17
 MAX_HEADS = 1 << 12
 MAX_HEAD_DIM = 1 << 12
 MAX_VOCAB = 1 << 22
+NO_PAGES = (
+    "no layer has attention; allowed: at least one, because a model without cache pages is not "
+    "served"
+)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # Fields of `PretrainedConfig` in Transformers 4 that any config.json may have and that inference
@@ -180,16 +184,15 @@ class ModelConfig:
             split=ONE_DEVICE,
             **sizes,
         )
-        neutral = {**NEUTRAL, **rules.neutral}
-        fields.neutral({key: neutral[key] for key in neutral.keys() - rules.ignored})
-        fields.finish(IGNORED | rules.ignored)
+        _finish(fields, rules)
+        fields.problems += [] if config.num_page_layers else [NO_PAGES]
         if fields.problems:
             problems = dict.fromkeys(fields.problems)  # a field read twice is refused once
             raise UnsupportedModel(
                 f"{where}: this {name} cannot be served; "
                 f"{len(problems)} field(s) are wrong:\n  " + "\n  ".join(problems)
             )
-        return config
+        return config if config.num_state_layers else replace(config, recurrent=None)
 
     def rope_of(self, layer: int) -> Rope | None:
         """Return the rotary embedding (`Rope`) of a layer, or None if the layer does not rotate."""
@@ -257,6 +260,12 @@ class ModelConfig:
             rope=self.rope.for_length(length),
             local_rope=None if local is None else local.for_length(length),
         )
+
+
+def _finish(fields: Fields, rules: ConfigRules) -> None:
+    neutral = {**NEUTRAL, **rules.neutral}
+    fields.neutral({key: neutral[key] for key in neutral.keys() - rules.ignored})
+    fields.finish(IGNORED | rules.ignored)
 
 
 def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxserve.models.config.fields import Fields
 
@@ -60,6 +60,8 @@ class GatedDeltaSizes:
         heads: number of heads of values.
         inputs: size of a query or key head.
         outputs: size of a value head.
+        strength: factor of the sigmoid that gives the write strength.
+        norm_eps: epsilon of the norm of the result, or None for that of the model.
         fused: the projections of a key head's queries, keys, values and gates are one after the
             other, in one tensor.
     """
@@ -70,6 +72,8 @@ class GatedDeltaSizes:
     inputs: int
     outputs: int
     fused: bool = False
+    strength: float = 1.0
+    norm_eps: float | None = None
 
     @property
     def parts(self) -> tuple[int, int, int]:
@@ -101,6 +105,9 @@ class Mamba2Sizes:
         outputs: number of channels of a head.
         conv_bias, bias: whether the convolution and the projections have a bias.
         least, most: bounds of the step sizes.
+        norm: whether the norm of the result is "after" its gate or "before" it, or None without a
+            norm.
+        factors: factors of the projected gate, x, B, C and step sizes, or () for none.
     """
 
     width: int
@@ -112,6 +119,8 @@ class Mamba2Sizes:
     bias: bool
     least: float
     most: float
+    norm: Literal["after", "before"] | None = "after"
+    factors: tuple[float, ...] = ()
 
     @property
     def parts(self) -> tuple[int, int, int]:
@@ -154,3 +163,48 @@ def gated_delta(fields: Fields) -> GatedDeltaSizes:
         allowed = f"a multiple of linear_num_key_heads ({sizes.groups})"
         fields.refuse("linear_num_value_heads", allowed)
     return sizes
+
+
+def mamba2_of_width(fields: Fields, width: int) -> Mamba2Sizes:
+    """Read the sizes of Mamba-2 with `width` channels, under the names of Bamba's fields."""
+    heads = fields.integer("mamba_n_heads", 1, MAX_HEADS, default=128)
+    groups = fields.integer("mamba_n_groups", 1, MAX_HEADS, default=1)
+    if heads % groups:
+        fields.refuse("mamba_n_groups", f"a divisor of mamba_n_heads ({heads})")
+        groups = 1
+    if width % heads:
+        fields.refuse("mamba_n_heads", f"a divisor of the width of Mamba ({width})")
+    size = max(width // heads, 1)
+    if fields.take("mamba_d_head") not in (None, "auto", size):
+        fields.refuse("mamba_d_head", f"{size} (the width {width} over mamba_n_heads)")
+    return Mamba2Sizes(
+        fields.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
+        groups,
+        heads,
+        fields.integer("mamba_d_state", 1, MAX_SIZE, default=256),
+        size,
+        fields.flag("mamba_conv_bias", default=True),
+        fields.flag("mamba_proj_bias", default=False),
+        *step_limits(fields),
+    )
+
+
+def expanded_mamba2(fields: Fields) -> Mamba2Sizes:
+    """Read the sizes of Mamba-2 whose width is a multiple of the model's (`mamba_expand`)."""
+    times = fields.integer("mamba_expand", 1, MAX_TAPS, default=2)
+    return mamba2_of_width(fields, times * fields.integer("hidden_size", 1, 1 << 17))
+
+
+def step_limits(fields: Fields) -> tuple[float, float]:
+    """Read the bounds of Mamba-2's step sizes, `time_step_limit`, by default 0 and infinity."""
+    limits: Any = fields.take("time_step_limit")
+    if limits is None:
+        return 0.0, float("inf")
+    limits = limits if isinstance(limits, list | tuple) else []
+    infinity = {"__float__": "Infinity"}  # as Transformers 5 writes it
+    pair = [float("inf") if part == infinity else part for part in limits]
+    are_numbers = len(pair) == 2 and all(type(part) in (int, float) for part in pair)
+    if are_numbers and 0 <= pair[0] < pair[1]:
+        return float(pair[0]), float(pair[1])
+    fields.refuse("time_step_limit", "two numbers from 0, the smaller first")
+    return 0.0, float("inf")

@@ -84,7 +84,25 @@ class LongRopeScaling:
     stretched: bool
 
 
-Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Rotation of the first `pairs` pairs of a head alone, with the frequencies of whole heads.
+
+    The other pairs have frequency 0. Frequencies are divided by `factor`.
+    """
+
+    pairs: int
+    factor: float
+
+
+Scaling = (
+    LinearScaling
+    | DynamicScaling
+    | Llama3Scaling
+    | YarnScaling
+    | LongRopeScaling
+    | ProportionalScaling
+)
 
 
 @dataclass(frozen=True)
@@ -246,7 +264,7 @@ class _Outer:
             partial = inner.number("partial_rotary_factor", 0.0, 1.0, default=partial)
             if fields.has("partial_rotary_factor") and partial != outer:
                 fields.refuse("partial_rotary_factor", f"the same as in {key} ({partial:g})")
-        else:
+        elif kind != "proportional":
             inner.neutral(WHOLE_HEADS)
         if self.rules.original_outside and original is None and kind != "default":
             fields.refuse(ORIGINAL, f"an integer, beside {key}")
@@ -379,6 +397,13 @@ def _longrope(case: _Case) -> Scaling:
     )
 
 
+def _proportional(case: _Case) -> Scaling:
+    fields = case.fields
+    share = fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
+    pairs = int(share * case.dimensions // 2)
+    return ProportionalScaling(pairs, fields.number("factor", 0.0, MAX_FACTOR, default=1.0))
+
+
 def _none(case: _Case) -> None:
     return None
 
@@ -392,6 +417,7 @@ SCALINGS: Mapping[str, Callable[[_Case], Scaling | None]] = MappingProxyType(
         "llama3": _llama3,
         "yarn": _yarn,
         "longrope": _longrope,
+        "proportional": _proportional,
         "su": _longrope,  # LongRoPE's name in early Phi-3 checkpoints
     }
 )

@@ -28,6 +28,9 @@ class Scales:
             bound.
         embedding: factor of the embeddings.
         residual: factor of each attention or MLP result that is added to the residual stream.
+        mlp: factor of each MLP result beside `residual`.
+        gate: factor of an MLP's gate before its activation.
+        mixers: factors of the input and of the result of each mixer of a layer. Empty: all are 1.
         logit_divisor, logit_factor: divisor and factor of the logits. (Both exist because a
             quotient differs from the product with a rounded reciprocal.)
     """
@@ -37,6 +40,9 @@ class Scales:
     logit_cap: float | None = None
     embedding: float = 1.0
     residual: float = 1.0
+    mlp: float = 1.0
+    gate: float = 1.0
+    mixers: tuple[tuple[float, float], ...] = ()
     logit_divisor: float = 1.0
     logit_factor: float = 1.0
 

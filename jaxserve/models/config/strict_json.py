@@ -8,7 +8,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxserve.errors import CheckpointError
 
@@ -31,8 +31,10 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
-def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
+def read_object(path: Path, max_bytes: int, infinity: bool = False) -> dict[str, Any]:
     """Return the parsed JSON object in a file of at most `max_bytes` bytes.
+
+    `infinity` accepts the constant Infinity.
 
     Raises:
         CheckpointError: the file is unreadable, too large, or not a strict JSON object (see
@@ -42,15 +44,16 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
         text = file.read(max_bytes + 1)
     if len(text) > max_bytes:
         raise CheckpointError(f"{path}: larger than the {max_bytes} bytes allowed for this file")
-    return parse_object(text, str(path))
+    return parse_object(text, str(path), infinity)
 
 
-def parse_object(text: bytes, where: str) -> dict[str, Any]:
+def parse_object(text: bytes, where: str, infinity: bool = False) -> dict[str, Any]:
     """Return the JSON object in UTF-8 text, without duplicate keys, NaN and Infinity.
 
     Args:
         text: the bytes of the object.
         where: the source of `text`, for errors.
+        infinity: whether the constant Infinity is accepted.
 
     Raises:
         CheckpointError: `text` is not such an object.
@@ -64,11 +67,13 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
             raise CheckpointError(f"{where}: the key {twice[:200]!r} appears twice")
         return result
 
-    def refuse(constant: str) -> NoReturn:
+    def number(constant: str) -> float:
+        if infinity and constant == "Infinity":
+            return float("inf")
         raise CheckpointError(f"{where}: {constant} is not a JSON number")
 
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=number)
     except CheckpointError:
         raise
     # Deep nesting: RecursionError. Bad UTF-8, bad JSON, 5000-digit integers: ValueError.

@@ -1,16 +1,21 @@
-"""LFM2 (Liquid AI 2025): gated short convolutions, and attention in some layers.
+"""LFM2 (2025) and LFM3 (2026) by Liquid AI: short convolutions, and attention in some layers.
 
-Reference implementation: `Lfm2ForCausalLM` in Hugging Face Transformers.
+LFM2-MoE has experts after its first layers. LFM3 adds windows, a rotation for each kind of
+attention, a gate for each query head, and norms of the results of mixers and MLPs. Reference
+implementations: `Lfm2ForCausalLM`, `Lfm2MoeForCausalLM` and `Lfm3ForCausalLM` in Hugging Face
+Transformers.
 """
 
+from dataclasses import replace
 from types import MappingProxyType
 
-from jaxserve.models.config.fields import Fields
-from jaxserve.models.config.layers import ATTENTION, FULL, LayerTable
+from jaxserve.models.config.experts import MAX_SCALE, Experts, expert_counts, expert_width
+from jaxserve.models.config.fields import MAX_POSITIONS, Fields
+from jaxserve.models.config.layers import ATTENTION, FULL, SLIDING, LayerTable, layer_kinds
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.recurrent import ShortConvSizes
 from jaxserve.models.config.rope import RopeRules
-from jaxserve.models.config.rules import MAX_MLP, ConfigRules
+from jaxserve.models.config.rules import HEADS, MAX_MLP, ROUTING, ConfigRules, plain_mlp
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.weight_names import (
     FINAL_NORM,
@@ -19,6 +24,7 @@ from jaxserve.models.weight_names import (
     attention_projections,
     embedding_weights,
     every_layer,
+    expert_weights,
     mlp_projections,
 )
 from jaxserve.models.weight_table import WeightName
@@ -47,6 +53,42 @@ def layers_by_kind(fields: Fields, layers: int) -> LayerTable:
         kinds = [FULL] * layers
     mixers = tuple((CONV,) if kind == CONV else (ATTENTION,) for kind in kinds)
     return LayerTable((None,) * layers, (True,) * layers, mixers)
+
+
+def layers_with_windows(fields: Fields, layers: int) -> LayerTable:
+    """Read `layer_types`, and the window of the layers with `sliding_attention`.
+
+    By default every second layer is a convolution, and the others have attention in turn, without
+    a window first, except for the first layer.
+    """
+    period = (SLIDING, CONV, FULL, CONV)
+    default = [period[index % 4] if index else CONV for index in range(layers)]
+    kinds = layer_kinds(fields, layers, (FULL, SLIDING, CONV), default)
+    window = None
+    if SLIDING in kinds:
+        window = fields.integer("sliding_window", 1, MAX_POSITIONS)
+    else:
+        fields.take("sliding_window")
+    return LayerTable(
+        tuple(window if kind == SLIDING else None for kind in kinds),
+        (True,) * layers,
+        tuple((CONV,) if kind == CONV else (ATTENTION,) for kind in kinds),
+    )
+
+
+def _experts(fields: Fields, layers: int) -> Experts:
+    count, chosen = expert_counts(fields, ("num_experts",))
+    dense = fields.integer("num_dense_layers", 0, layers, default=2)
+    return Experts(
+        count,
+        expert_width(fields, "moe_intermediate_size"),
+        chosen,
+        tuple(index >= dense for index in range(layers)),
+        normalize=fields.flag("norm_topk_prob", default=True),
+        scaling=fields.number("routed_scaling_factor", 0.0, MAX_SCALE, default=1.0),
+        sum_eps=1e-6,
+        corrected=fields.flag("use_expert_bias", default=True),
+    )
 
 
 def short_conv(fields: Fields) -> ShortConvSizes:
@@ -95,6 +137,30 @@ def _weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
+def _moe_weights(config: ModelConfig) -> list[WeightName]:
+    experts = config.experts
+    assert experts is not None
+    sparse = expert_weights(config)
+    if experts.corrected:
+        sparse.append(WeightName("mlp.expert_bias", "E -> E", "mlp.correction"))
+    mixers = [weight for weight in _weights(config) if ".mlp." not in weight.name]
+    dense = every_layer(mlp_projections(config), config, sparse=False)
+    return [*mixers, *dense, *every_layer(sparse, config, sparse=True)]
+
+
+def _weights_with_gates(config: ModelConfig) -> list[WeightName]:
+    gates = WeightName("self_attn.g_proj.weight", "(K G) D -> D K G", "attention.head_gate")
+    norms = [
+        WeightName("post_operator_norm.weight", "D -> D", "attention_out_norm.scale"),
+        WeightName("post_ffn_norm.weight", "D -> D", "mlp_out_norm.scale"),
+    ]
+    return [
+        *_weights(config),
+        *every_layer([gates], config, mixer=ATTENTION),
+        *every_layer(norms, config),
+    ]
+
+
 TENSORS = (
     (r"^model\.embedding_norm\.", "model.norm."),
     (r"\.operator_norm\.", ".input_layernorm."),
@@ -102,9 +168,11 @@ TENSORS = (
     (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
     (r"\.q_layernorm\.", ".q_norm."),
     (r"\.k_layernorm\.", ".k_norm."),
-    (r"\.feed_forward\.w1\.", ".mlp.gate_proj."),
-    (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
-    (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
+    (r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),
+    (r"\.feed_forward\.", ".mlp."),
+    (r"(\.mlp\..*)w1\.", r"\1gate_proj."),
+    (r"(\.mlp\..*)w3\.", r"\1up_proj."),
+    (r"(\.mlp\..*)w2\.", r"\1down_proj."),
 )
 RULES = ConfigRules(
     "lfm2",
@@ -121,10 +189,40 @@ RULES = ConfigRules(
     mlp_size=_mlp_size,
     tied=True,
 )
+TRAITS = FamilyTraits(qk_norm="head")
 LFM2 = Family(
     architectures={
-        "Lfm2ForCausalLM": Architecture(
-            RULES, _weights, FamilyTraits(qk_norm="head"), tensors=TENSORS
-        )
+        "Lfm2ForCausalLM": Architecture(RULES, _weights, TRAITS, tensors=TENSORS),
+        "Lfm2MoeForCausalLM": Architecture(
+            replace(
+                RULES,
+                model_type="lfm2_moe",
+                renamed=MappingProxyType({"tie_embedding": "tie_word_embeddings"}),
+                ignored=ROUTING,
+                explicit=frozenset({"layer_types"}),
+                experts=_experts,
+                mlp_size=plain_mlp,
+            ),
+            _moe_weights,
+            replace(TRAITS, router="sigmoid"),
+            tensors=TENSORS,
+        ),
+        "Lfm3ForCausalLM": Architecture(
+            replace(
+                RULES,
+                model_type="lfm3",
+                renamed=MappingProxyType({"rms_norm_eps": "norm_eps"}),
+                neutral=MappingProxyType({"use_sandwich_norm": True, "use_attention_gate": True}),
+                explicit=HEADS | {"rope_parameters"},
+                layers=layers_with_windows,
+                rope=RopeRules(
+                    theta=1e6, kinds=(*RopeRules.kinds, "proportional"), by_layer_type=True
+                ),
+                mlp_size=plain_mlp,
+            ),
+            _weights_with_gates,
+            replace(TRAITS, norms="around", gated="heads"),
+            tensors=TENSORS,
+        ),
     }
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.models.config.experts import MAX_EXPERT, MAX_SCALE, Experts, expert_width
 from jaxserve.models.config.fields import Fields
-from jaxserve.models.config.layers import ATTENTION, FULL, MAX_LAYERS, LayerTable
+from jaxserve.models.config.layers import ATTENTION, FULL, LINEAR, MAX_LAYERS, LayerTable
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.recurrent import MAX_HEADS, MAX_SIZE, MAX_TAPS, Mamba2Sizes
 from jaxserve.models.config.rules import HEADS, ConfigRules, plain_depth
@@ -24,7 +24,7 @@ from jaxserve.models.weight_names import (
 )
 from jaxserve.models.weight_table import WeightName
 
-MAMBA, LINEAR, MLP, MOE = "mamba2", "linear_attention", "mlp", "moe"
+MAMBA, MLP, MOE = "mamba2", "mlp", "moe"
 LETTERS = MappingProxyType({"M": LINEAR, "E": MOE, "*": FULL, "-": MLP})
 OLD_NAMES = MappingProxyType({"mamba": LINEAR, "attention": FULL})
 
@@ -149,6 +149,8 @@ def mamba_weights(config: ModelConfig, name: str) -> list[WeightName]:
             for nth, (part, side) in enumerate(zip(parts, sides, strict=True))
         ]
         tensors.append(WeightName(f"{name}.out_proj.bias", "D -> D", "mamba.out_bias"))
+    scale = WeightName(f"{name}.norm.weight", "(Groups Size) -> Groups Size", "mamba.norm.scale")
+    norm = [scale] if sizes.norm else []
     if sizes.conv_bias:
         tensors.append(WeightName(f"{name}.conv1d.bias", "Xbc -> Xbc", "mamba.taps_bias", (0,)))
     return [
@@ -157,7 +159,7 @@ def mamba_weights(config: ModelConfig, name: str) -> list[WeightName]:
         WeightName(f"{name}.A_log", "Heads -> Heads", "mamba.constants", (0,)),
         WeightName(f"{name}.dt_bias", "Heads -> Heads", "mamba.constants", (1,)),
         WeightName(f"{name}.D", "Heads -> Heads", "mamba.constants", (2,)),
-        WeightName(f"{name}.norm.weight", "(Groups Size) -> Groups Size", "mamba.norm.scale"),
+        *norm,
         WeightName(f"{name}.out_proj.weight", "D Vals -> Vals D", "mamba.out"),
     ]
 

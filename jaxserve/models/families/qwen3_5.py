@@ -11,7 +11,14 @@ from types import MappingProxyType
 
 from jaxserve.models.config.experts import MAX_EXPERT, Experts, expert_counts, expert_width
 from jaxserve.models.config.fields import Fields
-from jaxserve.models.config.layers import ATTENTION, FULL, MAX_LAYERS, LayerTable
+from jaxserve.models.config.layers import (
+    ATTENTION,
+    FULL,
+    LINEAR,
+    MAX_LAYERS,
+    LayerTable,
+    layer_kinds,
+)
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.recurrent import GatedDeltaSizes, gated_delta
@@ -32,22 +39,14 @@ from jaxserve.models.weight_names import (
 )
 from jaxserve.models.weight_table import WeightName
 
-DELTA, LINEAR = "delta", "linear_attention"
+DELTA = "delta"
 
 
 def _layers(fields: Fields, layers: int) -> LayerTable:
     """Read `layer_types`. By default every n-th layer has attention (`full_attention_interval`)."""
     interval = fields.integer("full_attention_interval", 1, MAX_LAYERS, default=4)
-    kinds = fields.take("layer_types")
-    if kinds is None:
-        kinds = [LINEAR if (index + 1) % interval else FULL for index in range(layers)]
-    elif (
-        not isinstance(kinds, list)
-        or len(kinds) != layers
-        or any(kind not in (FULL, LINEAR) for kind in kinds)
-    ):
-        fields.refuse("layer_types", f"{FULL!r} or {LINEAR!r} for each of {layers} layers")
-        kinds = [FULL] * layers
+    default = [LINEAR if (index + 1) % interval else FULL for index in range(layers)]
+    kinds = layer_kinds(fields, layers, (FULL, LINEAR), default)
     mixers = tuple((DELTA,) if kind == LINEAR else (ATTENTION,) for kind in kinds)
     return LayerTable((None,) * layers, (True,) * layers, mixers)
 
@@ -144,7 +143,7 @@ def _weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
-TRAITS = FamilyTraits(qk_norm="head", norm_offset=1.0, norm_rounds_last=True, gated=True)
+TRAITS = FamilyTraits(qk_norm="head", norm_offset=1.0, norm_rounds_last=True, gated="numbers")
 RULES = ConfigRules(
     "qwen3_5_text",
     explicit=HEADS,
@@ -170,7 +169,6 @@ MOE_RULES = replace(
     experts=_experts,
     mlp_size=no_mlp,
 )
-SKIPPED = ((r"^mtp\.", "model.mtp."),)
 QWEN3_5 = Family(
     architectures={
         "Qwen3_5ForCausalLM": Architecture(RULES, _weights, TRAITS),
