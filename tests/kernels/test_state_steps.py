@@ -166,7 +166,7 @@ def test_rows_of_several_tokens_are_refused_by_a_step() -> None:
     options, taps, *_ = RECURRENCES[0]
     mixed, gates, *rest = operands(options, taps, jnp.float32)
     with pytest.raises(ValueError, match=r"x has T = 7 tokens; expected one for each of 8 rows"):
-        conv_recurrence(mixed[1:], gates[1:], *rest, options, one_token=True)
+        conv_recurrence(mixed[1:], gates[1:], *rest, options=options, one_token=True)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 256])
