@@ -27,9 +27,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits
-from pallas_kernels.gpu.triton_tile import power_of_two
 from pallas_kernels.row_arguments import ProductCase
-from pallas_kernels.state_arguments import RecurrenceSizes
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
 
@@ -104,19 +102,6 @@ class ProductConfig:
     block_inner: int = 64
     num_warps: int = 4
     num_stages: int = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class RecurrenceConfig:
-    """Block sizes of a step of a recurrence: columns of a state that a program holds at a time.
-
-    `programs` is the number of programs that share the value heads of a group. It divides the
-    number of blocks of columns of these heads.
-    """
-
-    block_outputs: int = 64
-    programs: int = 1
-    num_warps: int = 4
 
 
 CONFIGS = {
@@ -311,49 +296,3 @@ def product_defaults(case: ProductCase) -> ProductConfig:
 
 ROOM_FOR_FOUR_STAGES = 4 * (256 + 2 * 64) * 64 * 2
 """Bytes of shared memory that four stages of 256 rows and 64 columns of two matrices take."""
-
-STATE_NUMBERS = 8192
-"""Numbers of a state that a program holds at a time, in the registers of eight warps."""
-WAVE = 4
-"""Programs of a step that a multiprocessor runs at a time. They keep its memory busy."""
-
-
-def recurrence_config(
-    sizes: RecurrenceSizes, rows: int, counters: int, num_sms: int
-) -> RecurrenceConfig:
-    """Return the block sizes for a step of a recurrence.
-
-    With few rows, several programs share the heads of a group, and their blocks are narrower, until
-    each multiprocessor has a program.
-
-    Args:
-        sizes: of the recurrence.
-        rows: number of rows of one token.
-        counters: how many groups of rows may have several programs, each with a counter.
-        num_sms: number of multiprocessors of the card.
-    """
-    pairs, room = rows * sizes.groups, power_of_two(sizes.inputs)
-    heads = sizes.heads // sizes.groups
-    block = max(16, min(64, STATE_NUMBERS // room, power_of_two(sizes.outputs)))
-
-    def parts(block: int) -> int:
-        return heads * -(-sizes.outputs // block)
-
-    # At most a fifth of the columns is padding, or blocks are as narrow as two sectors.
-    while block > 16 and 4 * parts(block) * block > 5 * heads * sizes.outputs:
-        block //= 2
-    is_shared = pairs <= counters
-    while is_shared and block > 16 and pairs * parts(block) < num_sms:
-        block //= 2
-    most = parts(block)
-    divisors = (n for n in range(1, most + 1) if most % n == 0 and pairs * n >= WAVE * num_sms)
-    programs = next(divisors, most) if is_shared else 1
-    return RecurrenceConfig(block, programs, max(1, min(8, room * block // 256)))
-
-
-def conv_block(channels: int, rows: int, num_sms: int) -> int:
-    """Return the channels of a program of a convolution alone, a power of two from 32 to 256."""
-    block = min(256, max(32, power_of_two(channels)))
-    while block > 32 and rows * -(-channels // block) < WAVE * num_sms:
-        block //= 2
-    return block

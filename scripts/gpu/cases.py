@@ -312,10 +312,10 @@ def recurrent_steps(layers: int = 0) -> list[StepCase]:
     """List decodes of models with states, of one row and of 64.
 
     Args:
-        layers: of the model. 0 means all.
+        layers: of the model, at least 4, so that one of them has attention. 0 means all.
     """
     return [
-        StepCase(rows, rows, layers=layers, model=model)
+        StepCase(rows, rows, layers=layers and max(layers, 4), model=model)
         for model in ("Qwen3.5 0.8B", "Nemotron Nano 4B")
         for rows in (1, 64)
     ]

@@ -84,8 +84,10 @@ class ModelShape:
             "torch_dtype": "bfloat16",
         }
         found |= self.fields
-        if "hybrid_override_pattern" in found:  # a model of fewer layers has the first ones
-            found["hybrid_override_pattern"] = found["hybrid_override_pattern"][: self.L]
+        if pattern := found.get("hybrid_override_pattern"):
+            # A model of fewer layers has the first ones, and attention.
+            first = pattern[: self.L]
+            found["hybrid_override_pattern"] = first if "*" in first else f"{first[:-1]}*"
         return {name: value for name, value in found.items() if value is not ABSENT}
 
 

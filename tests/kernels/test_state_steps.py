@@ -13,7 +13,7 @@ import pytest
 from pallas_kernels import causal_conv, conv_recurrence, gated_delta, mamba2, reference
 from pallas_kernels.devices import DeviceLimits, find_card
 from pallas_kernels.gpu import triton_states
-from pallas_kernels.gpu.tuning import RecurrenceConfig, recurrence_config
+from pallas_kernels.gpu.triton_states import RecurrenceConfig, recurrence_config
 from pallas_kernels.implementation import choose
 from pallas_kernels.state_arguments import (
     ConvOptions,
