@@ -115,6 +115,9 @@ def _numbers(plan: Any) -> dict[str, Any]:
         "longest_context": plan.longest,
         "sequences": plan.sequences,
         "step_seconds": plan.step_seconds,
+        "state_bytes": plan.state_bytes,
+        "state_tokens": plan.state_tokens,
+        "snapshots": plan.num_snapshots or 0,
     }
 
 
@@ -175,14 +178,22 @@ def _cells(plan: Any) -> dict[str, str]:
         "weights": _size(plan.weight_bytes),
         "temporaries": _size(plan.step_bytes),
     }
+    if plan.states is not None:
+        cells["state of a sequence"] = f"{plan.state_bytes / 2**20:.2f} MiB"
+        cells["equal to tokens"] = f"{plan.state_tokens:,}"
     step = plan.step_seconds
-    cache = {kind.name: _size(kind.num_bytes) for kind in plan.cache_kinds} | {
-        "tokens of it": f"{plan.cache_tokens:,}",
-        "longest sequence": f"{plan.longest:,}",
-        "such sequences": f"{plan.sequences:,}",
-        "rows of a step": f"{plan.sizes.seqs:,}",
-        "a step, at least": "" if step is None else f"{step * 1e3:.2f} ms",
-    }
+    prefixes = {} if plan.states is None else {"snapshots of prefixes": f"{plan.num_snapshots:,}"}
+    cache = (
+        prefixes
+        | {kind.name: _size(kind.num_bytes) for kind in plan.cache_kinds}
+        | {
+            "tokens of it": f"{plan.cache_tokens:,}",
+            "longest sequence": f"{plan.longest:,}",
+            "such sequences": f"{plan.sequences:,}",
+            "rows of a step": f"{plan.sizes.seqs:,}",
+            "a step, at least": "" if step is None else f"{step * 1e3:.2f} ms",
+        }
+    )
     if plan.starts:
         return cells | cache
     return cells | dict.fromkeys(cache, "") | {plan.pages.name: "too large"}

@@ -91,7 +91,10 @@ class StartOutput:
 
 
 def summary(loaded: Loaded) -> list[str]:
-    """Return four lines about a loaded model: its weights, KV cache, limits and programs."""
+    """Return lines about a loaded model: its weights, KV cache, states, limits and programs.
+
+    The line about states is for models whose layers keep states.
+    """
     report, plan = _report(loaded)
     tokens = (plan.num_pages - 1) * plan.block_size
     store, later = report.store, 0 if loaded.behind is None else loaded.behind.num_missing
@@ -102,6 +105,7 @@ def summary(loaded: Loaded) -> list[str]:
         f"model: {plan.model_config.architecture}{_quantization(plan)}, "
         f"{readable(loaded.runner.weight_bytes)} of weights on {report.device}",
         f"cache: {readable(plan.pages.num_bytes)} for {tokens:,} tokens, in {_cache_dtype(plan)}",
+        *_states(plan),
         f"limits: {plan.max_num_seqs} sequences together, each of "
         f"{loaded.limits.max_model_len:,} tokens at most; more requests wait",
         f"programs: {counts}{after}",
@@ -121,6 +125,7 @@ def at_length(loaded: Loaded) -> list[str]:
         f"({(plan.num_pages - 1) * plan.block_size:,} tokens); temporaries of a step at most "
         f"{plan.temporary_bytes:,} bytes; at most {plan.max_num_seqs} sequences "
         f"of {loaded.limits.max_model_len:,} tokens",
+        *_states(plan),
         f"{report}",
     ]
     if loaded.behind is not None and loaded.behind.num_missing:
@@ -132,6 +137,17 @@ def at_length(loaded: Loaded) -> list[str]:
 def _report(loaded: Loaded) -> tuple[StartReport, StartPlan]:
     assert loaded.start is not None and loaded.start.plan is not None
     return loaded.start, loaded.start.plan
+
+
+def _states(plan: StartPlan) -> list[str]:
+    """Return a line about the states of a sequence and of prefixes, if layers keep states."""
+    if plan.states is None:
+        return []
+    return [
+        f"states: {plan.state_bytes:,} bytes a sequence, equal to {plan.state_tokens:,} tokens of "
+        f"cache; {plan.max_num_seqs} sequences and {plan.num_snapshots} prefixes, "
+        f"{readable(plan.states.num_bytes)} in all"
+    ]
 
 
 def _cache_dtype(plan: StartPlan) -> str:

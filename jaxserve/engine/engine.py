@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.engine.delivery import Delivery, LiveSequence
 from jaxserve.engine.delta import Sink
 from jaxserve.engine.draw_scores import DrawScores
-from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, MemoryUse, ValueCounts
+from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, MemoryUse, SnapshotStats, ValueCounts
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.sharing import check_sharing, open_events
@@ -308,6 +308,7 @@ class Engine:
         """Return a snapshot of the engine's counters, and of its use of slots and pages."""
         scheduler, pool, behind = self.scheduler, self.pool, self.loaded.behind
         in_use = {"page": pool.num_usable - pool.num_free, "slot": scheduler.num_running}
+        units = {"page": pool.num_usable, "slot": self.slots.num_slots}
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -326,10 +327,25 @@ class Engine:
             num_failed_steps=self._num_failed_steps,
             expert_rows=tuple(self.runner.expert_rows.counts.tolist()),
             memory=tuple(
-                MemoryUse(kind.name, kind.unit, kind.count - 1, in_use[kind.unit])
+                MemoryUse(kind.name, kind.unit, units[kind.unit], in_use[kind.unit])
                 for kind in self.runner.memory
                 if kind.layers
             ),
+            snapshots=self._snapshot_stats(),
+        )
+
+    def _snapshot_stats(self) -> SnapshotStats | None:
+        if not self.slots.keeps_states:
+            return None
+        if self.scheduler.states is None:  # without a prefix cache
+            return SnapshotStats()
+        pool = self.scheduler.states.snapshots
+        return SnapshotStats(
+            held=pool.num_held,
+            saved=pool.num_saved,
+            restored=pool.num_restored,
+            evicted=pool.num_evicted,
+            lost_pages=pool.num_lost_pages,
         )
 
     def close(self, error: str | None = None) -> None:

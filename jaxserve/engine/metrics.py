@@ -96,6 +96,28 @@ class MemoryUse:
     in_use: int
 
 
+@dataclass(frozen=True)
+class SnapshotStats:
+    """Number of the states of prefixes (snapshots), and counters of them since the start.
+
+    Attributes:
+        held: snapshots that cached pages have now.
+        saved: snapshots taken. A later border of an answer replaces the snapshot of an earlier one
+            and is not counted.
+        restored: prompts that continued from a snapshot.
+        evicted: snapshots evicted for others. Those that left the cache with their pages are not
+            counted.
+        lost_pages: cached pages of prompts that were computed again, since no later snapshot was
+            there.
+    """
+
+    held: int = 0
+    saved: int = 0
+    restored: int = 0
+    evicted: int = 0
+    lost_pages: int = 0
+
+
 @dataclass
 class EngineStats:
     """A snapshot of an engine's statistics: current use of slots and pages, and counters.
@@ -122,9 +144,12 @@ class EngineStats:
     # without `enable_expert_parallel`.
     expert_rows: tuple[int, ...] = ()
     memory: tuple[MemoryUse, ...] = ()  # of each kind of memory that belongs to layers
+    snapshots: SnapshotStats | None = None  # None for a model without states
 
 
 Read = Callable[[EngineStats], float]
+Valued = tuple[str, float]
+"""Description and value of a metric."""
 # Metrics with vLLM's names: their descriptions, and functions that read them.
 GAUGES: dict[str, tuple[str, Read]] = {
     "num_requests_running": ("Sequences running.", lambda s: s.num_running),
@@ -146,6 +171,30 @@ EXPERT_ROWS = (
     "expert_rows",
     "Rows, a token for one expert each, that a device's experts computed.",
 )
+
+
+SNAPSHOTS = "state_snapshots"
+"""Gauge of the snapshots that cached pages have, for models whose layers keep states."""
+
+
+def snapshot_metrics(stats: EngineStats) -> tuple[dict[str, Valued], dict[str, Valued]]:
+    """Return gauges and counters of snapshots by name, with their descriptions.
+
+    They are empty for a model without states.
+    """
+    counts = stats.snapshots
+    if counts is None:
+        return {}, {}
+    counters = {
+        f"{SNAPSHOTS}_saved": ("Snapshots of states taken.", float(counts.saved)),
+        f"{SNAPSHOTS}_restored": ("Prompts continued from a snapshot.", float(counts.restored)),
+        f"{SNAPSHOTS}_evicted": ("Snapshots evicted for others.", float(counts.evicted)),
+        f"{SNAPSHOTS}_lost_pages": (
+            "Cached pages of prompts that were computed again for want of a snapshot.",
+            float(counts.lost_pages),
+        ),
+    }
+    return {SNAPSHOTS: ("Snapshots of states that cached pages have.", counts.held)}, counters
 
 
 def memory_shares(stats: EngineStats) -> dict[str, tuple[str, float]]:
@@ -222,9 +271,17 @@ def metric_values(stats: EngineStats, step_tokens: ValueCounts, model_name: str)
         Gauge(f"{'vllm' if name == KV_CACHE_USAGE else 'jaxserve'}:{name}", dict(labels), share)
         for name, (_, share) in memory_shares(stats).items()
     ]
+    gauges, counters = snapshot_metrics(stats)
+    metrics += [
+        Gauge(f"jaxserve:{name}", dict(labels), value) for name, (_, value) in gauges.items()
+    ]
     metrics += [
         Counter(f"vllm:{name}", dict(labels), int(read(stats)))
         for name, (_, read) in COUNTERS.items()
+    ]
+    metrics += [
+        Counter(f"jaxserve:{name}", dict(labels), int(value))
+        for name, (_, value) in counters.items()
     ]
     metrics += [
         Counter(f"jaxserve:{EXPERT_ROWS[0]}", labels | {"device": str(device)}, count)

@@ -150,9 +150,9 @@ def _with_cache(plan: StartPlan, store: ProgramStore, card: DescribedCard) -> St
     # The noted number of pages is the one that the start on the card reads and takes.
     notes = store.notes(CACHE_NOTES)
     if notes is not None:
-        noted = plan.with_pages(notes["pages"])
+        noted = plan.with_counts(notes)
         if Stored(noted, store).has(plan.buckets.largest):
             return noted  # the largest launch, which decides, need not be compiled again
     plan, _ = settled(plan, store, card)
-    store.note({"pages": plan.num_pages}, CACHE_NOTES)
+    store.note(plan.counts, CACHE_NOTES)
     return plan

@@ -45,6 +45,11 @@ class ShortConvSizes:
         return (StateShape((self.width - 1, self.channels), 1),)
 
     @property
+    def widest(self) -> int:
+        """Numbers of a token in the arrays that a layer has at once: projections, convolution."""
+        return 4 * self.channels
+
+    @property
     def divided(self) -> dict[str, int]:
         """Sizes that are divided over devices, by name."""
         return {"hidden_size": self.channels}
@@ -86,6 +91,11 @@ class GatedDeltaSizes:
         """The arrays that a layer keeps for each sequence."""
         conv = StateShape((self.width - 1, sum(self.parts)), 1)
         return conv, StateShape((self.heads, self.inputs, self.outputs), 0)
+
+    @property
+    def widest(self) -> int:
+        """Numbers of a token in the arrays that a layer has at once: projections, convolution."""
+        return 2 * sum(self.parts) + self.heads * self.outputs
 
     @property
     def divided(self) -> dict[str, int]:
@@ -133,6 +143,11 @@ class Mamba2Sizes:
         """The arrays that a layer keeps for each sequence."""
         conv = StateShape((self.width - 1, sum(self.parts)), 1)
         return conv, StateShape((self.heads, self.inputs, self.outputs), 0)
+
+    @property
+    def widest(self) -> int:
+        """Numbers of a token in the arrays that a layer has at once: projections, convolution."""
+        return 2 * sum(self.parts) + self.heads * self.outputs
 
     @property
     def divided(self) -> dict[str, int]:

@@ -31,6 +31,7 @@ _GROUPS = {
         "enable_prefix_caching",
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
+        "state_cache_bytes",
         "num_gpu_blocks_override",
     ),
     "scheduler_config": (

@@ -67,6 +67,7 @@ class _Snapshot(Collector):
             samples = [(labels, read(counts)) for labels, counts in stats]
             yield from _families(GaugeMetricFamily, name, text, samples, is_own=name in _OWN)
         yield from _memory(stats)
+        yield from _snapshots(stats)
         for name, (text, read) in (engine_metrics.COUNTERS | _OWN_COUNTERS).items():
             samples = [(labels, read(counts)) for labels, counts in stats]
             yield from _families(CounterMetricFamily, name, text, samples, is_own=name in _OWN)
@@ -192,6 +193,16 @@ def _memory(stats: list[tuple[list[str], engine_metrics.EngineStats]]) -> Iterat
     for (name, text), rows in samples.items():
         is_own = name != engine_metrics.KV_CACHE_USAGE
         yield from _families(GaugeMetricFamily, name, text, rows, is_own=is_own)
+
+
+def _snapshots(stats: list[tuple[list[str], engine_metrics.EngineStats]]) -> Iterator[Metric]:
+    for index, kind in enumerate((GaugeMetricFamily, CounterMetricFamily)):
+        samples: dict[tuple[str, str], list[tuple[list[str], float]]] = {}
+        for labels, counts in stats:
+            for name, (text, value) in engine_metrics.snapshot_metrics(counts)[index].items():
+                samples.setdefault((name, text), []).append((labels, value))
+        for (name, text), rows in samples.items():
+            yield from _families(kind, name, text, rows, is_own=True)
 
 
 def _cache_sizes(model: ServedModel) -> tuple[int, int, float]:

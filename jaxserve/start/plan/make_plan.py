@@ -27,7 +27,7 @@ from jaxserve.start.plan.memory import (
     longest_sequence,
 )
 from jaxserve.start.plan.memory_plan import forms_of, plan_memory
-from jaxserve.start.plan.refusal import refusal
+from jaxserve.start.plan.refusal import refusal, slots_refusal
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.plan.step_time import StepTimes
 from jaxserve.start.plan.sum_options import sum_options
@@ -63,6 +63,8 @@ def plan_start(config: EngineConfig, source: Source, device: DeviceMemory) -> St
     form = chosen_form(config, source)
     weights = placed_weights(config, source, form, device)
     plan = plan_memory(config, weights, form, device)
+    if (text := slots_refusal(config, weights, plan, device)) is not None:
+        raise InvalidRequest(text, "max_num_seqs")
     if not plan.starts:
         is_card, fixed = device.limits.is_gpu, source.fixed_dtype is not None
         raise InvalidRequest(
@@ -75,6 +77,8 @@ def plan_start(config: EngineConfig, source: Source, device: DeviceMemory) -> St
         converted: Any = source.fixed_quantization
         resolved = replace(resolved, quantization=converted)
     _warn_beyond(resolved, source)
+    if config.state_cache_bytes and plan.states is None:
+        _log.warning("state_cache_bytes has no effect: the layers of this model keep no states")
     return _with_context(replace(plan, config=resolved))
 
 
@@ -181,7 +185,8 @@ def _narrowed(
 ) -> Weights:
     """Return the weights in bfloat16 if float32 would not start or would shrink the KV cache.
 
-    They stay in float32 if bfloat16 gives no larger cache.
+    They stay in float32 if bfloat16 gives no larger cache. If layers keep states, the number of
+    slots counts like the cache.
 
     Args:
         config: unresolved settings, with dtype "auto".
@@ -194,11 +199,12 @@ def _narrowed(
     share = int((device.free - HOST_RESERVE) * config.memory_share)
     device = replace(device, free=HOST_RESERVE + share)
     wide = plan_memory(config, weights, form, device)
-    if wide.is_whole:
+    if wide.is_whole and wide.states is None:
         return weights
     narrow = weights.in_dtype("bfloat16")
-    narrow_pages = plan_memory(config, narrow, form, device).num_pages
-    return weights if wide.starts and narrow_pages <= wide.num_pages else narrow
+    other = plan_memory(config, narrow, form, device)
+    has_more = other.num_pages > wide.num_pages or other.max_num_seqs > wide.max_num_seqs
+    return narrow if has_more or not wide.starts else weights
 
 
 def _report_narrow(config: EngineConfig, source: Source, weights: Weights, plan: StartPlan) -> None:
@@ -266,8 +272,8 @@ def plan_model(
     weights = {form: placed_weights(config, source, form, device, dtype) for form in forms}
     _check_division(weights[forms[0]], forms[0])
     plans = [plan_memory(config, weights[form], form, device) for form in forms]
-    text = None
-    if not plans[0].starts:
+    text = slots_refusal(config, weights[forms[0]], plans[0], device)
+    if text is None and not plans[0].starts:
         fixed = source.fixed_dtype is not None
         text = refusal(config, weights[forms[0]], plans[0], device, fixed)
     stored = None if model_config.quantization is None else model_config.quantization.method
@@ -280,6 +286,7 @@ def plan_model(
             plan.page_bytes / plan.block_size,
             device.limits.kind,
             device.bandwidth,
+            plan.state_bytes,
         )
         for form, plan in zip(forms, plans, strict=True)
     ]

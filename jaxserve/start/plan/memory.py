@@ -124,6 +124,8 @@ def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: Devic
         size = experts.size if config.split.expert_parallel else experts.size // devices
         each = 3 * size + 2 * config.hidden_size
         widest = max(widest, experts.chosen * each + 3 * experts.shared // devices)
+    if config.recurrent is not None:
+        widest = max(widest, config.recurrent.widest // devices)
     drawn = -(-sizes.seqs // devices) * config.vocab_size  # each device draws some of the rows
     if not limits.is_gpu:  # products give float32
         token = widest * (2 * 4 + item) // 3 + config.hidden_size * item

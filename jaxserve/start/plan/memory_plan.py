@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import ceil
 
 import numpy as np
 
+from jaxserve.errors import InvalidRequest
 from jaxserve.execution.state import kv_dtype, memory_kinds
 from jaxserve.models import ModelConfig
 from jaxserve.settings.config import EngineConfig
@@ -23,6 +26,9 @@ from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.plan.weights import Weights
 from jaxserve.weights.quantize import FORMS
 
+# Slots below which smaller steps are tried before fewer slots.
+FEW_SLOTS = 16
+
 
 def plan_memory(
     config: EngineConfig, weights: Weights, form: str | None, device: DeviceMemory
@@ -30,7 +36,8 @@ def plan_memory(
     """Return the plan with the first candidate of step sizes that leaves enough room for the cache.
 
     If all candidates leave too little, return the plan with the largest KV cache, which may not
-    start (`StartPlan.starts`).
+    start (`StartPlan.starts`). If layers keep states, further candidates have fewer slots, unless
+    max_num_seqs is set.
 
     Args:
         config: unresolved settings. Sizes that are set are not changed.
@@ -39,21 +46,65 @@ def plan_memory(
         device: description of the device.
     """
     candidates = size_candidates(config, device)
-    if weights.config.recurrent is not None:
+    if weights.config.recurrent is not None and config.max_num_seqs is None:
         candidates = _with_fewer_slots(candidates)
-    plans = [_plan(config, weights, form, device, sizes) for sizes in candidates]
-    enough = min(plans[0].max_model_len, ENOUGH_TOKENS)
-    good = (plan for plan in plans if plan.cache_tokens >= enough)
-    return next(good, None) or max(plans, key=lambda plan: plan.cache_tokens)
+    plans: list[StartPlan] = []
+    for sizes in candidates:
+        plan = _plan(config, weights, form, device, sizes)
+        if has_enough_cache(plan):
+            return plan
+        plans.append(plan)
+    if weights.config.recurrent is not None:  # the number of slots decides what a start needs
+        return max(plans, key=lambda plan: plan.cache_tokens or -plan.needed)
+    return max(plans, key=lambda plan: plan.cache_tokens)
+
+
+def has_enough_cache(plan: StartPlan) -> bool:
+    """Return whether the KV cache holds 8,192 tokens, or max_model_len if that is smaller."""
+    return plan.cache_tokens >= min(plan.max_model_len, ENOUGH_TOKENS)
 
 
 def _with_fewer_slots(candidates: Iterable[Sizes]) -> Iterator[Sizes]:
-    # Where every slot has a state, fewer slots leave more memory to the cache.
+    """Yield the candidates with fewer and fewer slots, since each slot takes memory for states.
+
+    Every candidate keeps `FEW_SLOTS` or more. The last one is followed by smaller numbers.
+    """
+    sizes = None
     for sizes in candidates:
         seqs = sizes.seqs
-        while seqs:
+        while seqs >= FEW_SLOTS:
             yield replace(sizes, seqs=seqs)
             seqs //= 2
+    seqs = FEW_SLOTS // 2
+    while sizes is not None and seqs:
+        yield replace(sizes, seqs=seqs)
+        seqs //= 2
+
+
+def most_slots(
+    config: EngineConfig, weights: Weights, form: str | None, device: DeviceMemory
+) -> int | None:
+    """Return the largest max_num_seqs whose states leave enough memory for the cache.
+
+    Enough are 8,192 tokens or max_model_len if it is smaller, or the tokens that remain beside the
+    states of one slot if they are fewer. The result is at most the value of the user. It is None if
+    max_num_seqs is not set, if the model has no states, or if one slot does not start.
+    """
+    most = config.max_num_seqs
+    if most is None or weights.config.recurrent is None:
+        return None
+
+    def planned(seqs: int) -> StartPlan:
+        return plan_memory(replace(config, max_num_seqs=seqs), weights, form, device)
+
+    one = planned(1)
+    if not one.starts:
+        return None
+    enough = min(one.cache_tokens, one.max_model_len, ENOUGH_TOKENS)
+    if planned(most).cache_tokens >= enough:
+        return most
+    # Fewer slots never leave less memory.
+    return bisect(range(most), False, 1, key=lambda seqs: planned(seqs).cache_tokens < enough) - 1
 
 
 def _plan(
@@ -86,6 +137,9 @@ def plan_of_shapes(
         dtype: dtype of activations.
         device: description of the device.
         share: share of the free memory.
+
+    Raises:
+        InvalidRequest: state_cache_bytes is smaller than one state, and not 0.
     """
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert seqs and tokens
@@ -109,7 +163,19 @@ def plan_of_shapes(
         full_pages=0,
         least_pages=0,
     )
+    _check_state_cache(plan)
     return plan.sized()
+
+
+def _check_state_cache(plan: StartPlan) -> None:
+    size, share = plan.config.state_cache_bytes, plan.config.memory_share
+    if size and int(size * share) < plan.state_bytes:
+        least = ceil(plan.state_bytes / share)
+        raise InvalidRequest(
+            f"state_cache_bytes is {size:,}, less than the states of one prefix take; allowed: 0, "
+            f"which disables the reuse of prefixes, or at least {least:,}",
+            "state_cache_bytes",
+        )
 
 
 def forms_of(config: ModelConfig) -> tuple[str | None, ...]:

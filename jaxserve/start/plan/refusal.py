@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import DeviceMemory
 from jaxserve.start.plan.memory import HOST_RESERVE, LEAST_TOKENS
-from jaxserve.start.plan.memory_plan import forms_of, plan_memory
+from jaxserve.start.plan.memory_plan import forms_of, has_enough_cache, most_slots, plan_memory
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.plan.weights import Weights
 from pallas_kernels.devices import GIB
@@ -35,6 +35,28 @@ def refusal(
     if device.limits.is_gpu:
         return _card_refusal(config, weights, plan, device)
     return _host_refusal(config, weights, plan, device, fixed)
+
+
+def slots_refusal(
+    config: EngineConfig, weights: Weights, plan: StartPlan, device: DeviceMemory
+) -> str | None:
+    """Return the error text if max_num_seqs is too large for the states of so many sequences.
+
+    The text names the largest value that fits. The result is None if the value fits, or if fewer
+    sequences do not help. The arguments are those of `refusal`.
+    """
+    if plan.starts and has_enough_cache(plan):
+        return None
+    most = most_slots(config, weights, plan.form, device)
+    if most is None or most == config.max_num_seqs:
+        return None
+    assert plan.states is not None
+    return (
+        f"max_num_seqs ({config.max_num_seqs}) does not fit on {device}: the {plan.states.name} of "
+        f"a sequence takes {plan.state_bytes / 2**20:.1f} MiB, and weights "
+        f"{plan.weight_bytes / GIB:.1f} GiB; at most {most} sequences leave enough memory for the "
+        f"KV cache (--max-num-seqs {most})"
+    )
 
 
 def _host_refusal(
@@ -88,7 +110,12 @@ def _fitting_cache(config: EngineConfig, plan: StartPlan) -> str | None:
     The setting is num_gpu_blocks_override, kv_cache_memory_bytes or max_model_len. The result is
     None if none of them is set, or if fewer than `LEAST_TOKENS` tokens fit.
     """
-    pages = plan.room // plan.page_bytes
+    room = plan.room
+    if plan.states is not None and plan.num_snapshots and config.state_cache_bytes is None:
+        # The states of prefixes take a tenth of the pages, and at least one.
+        room = plan.with_snapshots(0).room
+        room = min(room - plan.state_bytes, room * 10 // 11)
+    pages = room // plan.page_bytes
     tokens = (pages - 1) * plan.block_size
     if tokens < min(LEAST_TOKENS, plan.max_model_len):
         return None
@@ -140,6 +167,7 @@ _GIVEN = (
     "num_gpu_blocks_override",
     "max_num_batched_tokens",
     "max_num_seqs",
+    "state_cache_bytes",
     "gpu_memory_utilization",
 )
 # Proposed tokens of context if the model's whole context does not fit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -156,10 +157,15 @@ class StartPlan:
         """Return the name under which the program of a key is stored in the ProgramStore."""
         if isinstance(key, Bucket):
             sampler = ", sampler apart" if key.keeps_logits else ""
-            return f"{key}{sampler}, {self.num_pages} pages"
+            return f"{key}{sampler}, {self._cache_name}"
         if key == STATE:
-            return f"state, {self.num_pages} pages"
+            return f"state, {self._cache_name}"
         return f"{key}, {self.buckets.largest}" if key in (SCORE, PROJECT) else str(key)
+
+    @property
+    def _cache_name(self) -> str:
+        pages = f"{self.num_pages} pages"
+        return pages if self.states is None else f"{pages} and {self.states.count} states"
 
     def with_pages(self, count: int) -> StartPlan:
         """Return a copy of the plan with another number of pages of KV cache."""
@@ -167,6 +173,17 @@ class StartPlan:
             replace(kind, count=count) if kind.name == PAGES else kind for kind in self.memory
         )
         return replace(self, memory=memory)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of pages, and of snapshots if layers keep states, on which programs depend."""
+        snapshots = self.num_snapshots
+        return {"pages": self.num_pages} | ({} if snapshots is None else {"snapshots": snapshots})
+
+    def with_counts(self, counts: Mapping[str, int]) -> StartPlan:
+        """Return a copy of the plan with other numbers of pages and snapshots (see `counts`)."""
+        plan = self.with_pages(int(counts["pages"]))
+        return plan.with_snapshots(int(counts["snapshots"])) if "snapshots" in counts else plan
 
     def with_length(self, length: int) -> StartPlan:
         """Return a copy of the plan for sequences of at most `length` tokens (max_model_len)."""
@@ -219,23 +236,34 @@ class StartPlan:
         return next((kind for kind in self.memory if kind.name == STATES), None)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence on each device. 0 for a model without states."""
+        return 0 if self.states is None else self.states.bytes_per_unit
+
+    @property
+    def state_tokens(self) -> int:
+        """Tokens whose cache pages take as many bytes as the states of one sequence, rounded."""
+        return round(self.state_bytes * self.block_size / self.page_bytes)
+
+    @property
     def num_snapshots(self) -> int | None:
         """Number of states of prefixes, or None for a model without states."""
         return None if self.states is None else self.states.count - self.max_num_seqs - 1
 
     @property
     def affordable_snapshots(self) -> int:
-        """Number of states of prefixes that `state_cache_bytes` holds, by default a tenth.
+        """Number of states of prefixes that `state_cache_bytes` holds.
 
-        The tenth is of the cache's memory, and at least one snapshot.
+        The default is a tenth of the memory of cache pages, and at least one snapshot. Without the
+        prefix cache it is 0.
         """
         assert self.states is not None
         if not self.config.enable_prefix_caching:
             return 0
-        size = self.states.bytes_per_unit
         if self.config.state_cache_bytes is not None:
-            return self.config.state_cache_bytes // size
-        return max(1, self.pages.num_bytes // 10 // size)
+            size = int(self.config.state_cache_bytes * self.config.memory_share)
+            return size // self.state_bytes
+        return max(1, self.pages.num_bytes // 10 // self.state_bytes)
 
     def with_snapshots(self, count: int) -> StartPlan:
         """Return the plan with another number of states of prefixes."""

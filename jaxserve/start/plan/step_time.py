@@ -106,6 +106,7 @@ class StepTimes:
         token_bytes: bytes of a token's KV cache in all layers, on each device.
         card: name of the card that each device is.
         bandwidth: bytes per second of a device's memory.
+        state_bytes: bytes of a sequence's states in all layers, on each device.
     """
 
     weights: Weights = field(compare=False)  # the plan beside it identifies the model
@@ -113,6 +114,7 @@ class StepTimes:
     token_bytes: float
     card: str
     bandwidth: float
+    state_bytes: int = 0
 
     @property
     def is_known(self) -> bool:
@@ -122,12 +124,13 @@ class StepTimes:
     def decode(self, rows: int, context: int) -> StepTime:
         """Predict the time of a decode step of `rows` sequences that have `context` tokens each.
 
-        Every layer is assumed to read the whole context, also a layer with a window.
+        Every layer with attention is assumed to read the whole context, also a layer with a window.
+        States are read and written.
         """
         each, drawn = self.weights.multiplied
         work = rows * (2 * (each + drawn) + self._attention * context)
-        read = self.weights.read(self.form, rows) + rows * context * self.token_bytes
-        return self._time(rows, read, work)
+        moved = rows * (context * self.token_bytes + 2 * self.state_bytes)
+        return self._time(rows, self.weights.read(self.form, rows) + moved, work)
 
     def prefill(self, tokens: int) -> StepTime:
         """Predict the time of one step over a whole prompt of `tokens` tokens."""
@@ -139,17 +142,19 @@ class StepTimes:
         config = self.weights.config
         size = tokens * config.hidden_size * _SUMMED
         each = sum_seconds(config.split.devices, size, self.card)
-        sums = (2 * config.num_hidden_layers + 1) * each  # two a layer, and the embedding's
+        layers = range(config.num_hidden_layers)
+        parts = sum(len(config.mixers_of(layer)) + config.has_mlp(layer) for layer in layers)
+        sums = (parts + 1) * each  # the embedding's too
         if (context := config.split.context) > 1:
-            # In each layer, queries go to the other devices of a kv head, and results back. Each of
-            # both moves half of the bytes of a sum over equally large arrays.
+            # In each layer with attention, queries go to other devices of the kv head, and results
+            # back. Each of both moves half of the bytes of a sum over equally large arrays.
             size = tokens * context * group_of(config) * (config.head_dim + 2) * _SUMMED
-            sums += 2 * config.num_hidden_layers * sum_seconds(context, size / 2, self.card)
+            sums += 2 * config.num_page_layers * sum_seconds(context, size / 2, self.card)
         return StepTime(tokens, read / self.bandwidth, work / _FLOPS[self.card], sums)
 
     @property
     def _attention(self) -> float:
-        # Operations per token and attended position, in all layers of a device.
+        # Operations per token and attended position, in all layers with attention of a device.
         config = self.weights.config
         heads = local_kv_heads(config) * group_of(config)
-        return 4.0 * config.num_hidden_layers * heads * config.head_dim
+        return 4.0 * config.num_page_layers * heads * config.head_dim

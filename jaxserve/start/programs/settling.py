@@ -5,13 +5,14 @@ from __future__ import annotations
 from jax.stages import Compiled
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.execution.state import MemoryKind
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.programs.described_card import DescribedCard
 from jaxserve.start.programs.store import ProgramStore
 from jaxserve.start.programs.suppliers import Compiling
 
 CACHE_NOTES = "cache"
-"""Name of the notes with the pages that programs for an absent card were compiled for."""
+"""Name of the notes with the pages and snapshots that programs for an absent card have."""
 _ENOUGH = 0.9
 
 
@@ -41,7 +42,7 @@ def settled(
         needed = temporary_bytes_of(program)
         if plan.num_pages < 2 or needed > estimate:
             smaller = _as_noted(plan.settle(needed), store)
-            if smaller.num_pages != plan.num_pages:
+            if smaller.memory != plan.memory:
                 plan, program = smaller, None
     if plan.num_pages < 2:
         raise InvalidRequest(
@@ -72,9 +73,15 @@ def _as_noted(plan: StartPlan, store: ProgramStore) -> StartPlan:
     # Programs compiled without the card fix the number of pages. A cache that is a tenth smaller
     # costs less than minutes of compiling. A smaller one costs more.
     notes = store.notes(CACHE_NOTES)
-    pages = plan.num_pages if notes is None else int(notes["pages"])
-    is_enough = _ENOUGH * plan.num_pages <= pages <= plan.num_pages
-    return plan.with_pages(pages) if is_enough else plan
+    if notes is None:
+        return plan
+    noted = plan.with_counts(notes)
+    is_smaller = all(map(_is_at_most, noted.memory, plan.memory))
+    return noted if is_smaller and _ENOUGH * plan.num_pages <= noted.num_pages else plan
+
+
+def _is_at_most(kind: MemoryKind, other: MemoryKind) -> bool:
+    return kind.count <= other.count
 
 
 def temporary_bytes_of(program: Compiled) -> int:

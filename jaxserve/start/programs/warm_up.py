@@ -87,9 +87,9 @@ class WarmUp:
         self.store.timeline = self.report.timeline
         self.plan, largest = settled(plan, self.store)
         if group is not None:
-            pages = group.settle({}, {"pages": self.plan.num_pages})["pages"]
-            if pages != self.plan.num_pages:
-                self.plan, largest = self.plan.with_pages(pages), None
+            counts = group.settle({}, self.plan.counts)
+            if counts != self.plan.counts:
+                self.plan, largest = self.plan.with_counts(counts), None
         self.report.plan = self.plan
         compiling = Compiling(self.plan, self.store)
         self.supplier: ProgramSupplier = compiling
