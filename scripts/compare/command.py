@@ -43,7 +43,7 @@ from scripts.compare.environments import NotInstalled, cache_folder, python_of, 
 from scripts.compare.parts import PARTS, Plan, Subject
 from scripts.compare.process import Servers, Started
 from scripts.compare.results import Results, read_results
-from scripts.compare.workloads import MAX_LEN
+from scripts.compare.workloads import MAX_LEN, PROMPT
 from scripts.lib.model_shapes import dtype_of, shape_of
 from scripts.lib.random_checkpoint import config_of, random_checkpoint
 from scripts.lib.run_record import command_line, plain
@@ -68,6 +68,8 @@ PARTS_OF = {
     "small": ("agreement", "single", "mixed"),
     "small-bf16": ("agreement", "single", "mixed"),
     "deep": ("agreement", "single", "trace", "mixed"),
+    "lfm2": ("agreement", "single", "prompts", "rows"),
+    "lfm2-bf16": ("agreement", "single", "prompts", "rows"),
     "tiny": ("agreement", "single", "trace", "mixed", "serve", "curve"),
     "tiny-bf16": ("agreement", "single", "mixed"),
 }
@@ -125,7 +127,8 @@ def setting_of(model: str, rows: int, threads: int) -> Setting:
     """Return the settings of all engines. Write the checkpoint where it is not there."""
     folder = cache_folder()
     checkpoint = random_checkpoint(shape_of(model), folder / "models")
-    return Setting(checkpoint, rows, MAX_LEN, threads, dtype_of(model), folder)
+    longest = MAX_LEN + PROMPT if "prompts" in PARTS_OF[model] else MAX_LEN
+    return Setting(checkpoint, rows, longest, threads, dtype_of(model), folder)
 
 
 def engines_of(options: argparse.Namespace) -> list[Engine]:

@@ -15,9 +15,12 @@ MODEL_TITLES = {
     "deep": "SmolLM-135M shape",
     "small": "14M Llama",
     "small-bf16": "14M Llama, bf16",
+    "lfm2": "LFM2-350M shape",
+    "lfm2-bf16": "LFM2-350M shape, bf16",
     "tiny": "tiny Llama",
     "tiny-bf16": "tiny Llama, bf16",
 }
+LFM2 = ("lfm2", "lfm2-bf16")
 # (words, part, rival, wanted ratio at least, models or None for any)
 GATES = (
     ("trace, over Transformers padded static", "trace", "transformers", 4.0, ("wide",)),
@@ -30,6 +33,11 @@ GATES = (
     ("trace, over vLLM's CPU build", "trace", "vllm", 1.0, ("wide-bf16",)),
     ("trace, over llama.cpp's server", "trace", "llama.cpp", 1.0, ("wide-bf16",)),
     ("trace, over OpenVINO GenAI", "trace", "openvino", 1.0, ("wide-bf16",)),
+    ("single stream, over Transformers", "single", "transformers", 1.0, LFM2),
+    ("16 rows, over Transformers padded static", "rows", "transformers", 3.0, LFM2),
+    ("prompts of 1,024, over Transformers", "prompts", "transformers", 2.0, LFM2),
+    ("single stream, over llama.cpp", "single", "llama.cpp", 0.8, LFM2),
+    ("16 rows, over llama.cpp's server", "rows", "llama.cpp", 2.0, LFM2),
 )
 # Of logits of about unit size. A wrong model is off by far more.
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}

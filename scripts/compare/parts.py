@@ -152,6 +152,14 @@ def single(subject: Subject, plan: Plan) -> dict[str, Any]:
     return _timed(subject, workloads.single(plan.vocabulary, plan.single), most=1)
 
 
+def prompts(subject: Subject, plan: Plan) -> dict[str, Any]:
+    return _timed(subject, workloads.prompts(plan.vocabulary, plan.single), most=1)
+
+
+def rows(subject: Subject, plan: Plan) -> dict[str, Any]:
+    return _timed(subject, workloads.rows(plan.vocabulary, plan.rows))
+
+
 def trace(subject: Subject, plan: Plan) -> dict[str, Any]:
     return _timed(subject, workloads.trace(plan.vocabulary, plan.trace))
 
@@ -217,6 +225,8 @@ def spans(timeline: Sequence[Sequence[Any]], rows: int) -> list[tuple[int, float
 PARTS: dict[str, Callable[[Subject, Plan], dict[str, Any]]] = {
     "agreement": agreement,
     "single": single,
+    "prompts": prompts,
+    "rows": rows,
     "trace": trace,
     "mixed": mixed,
     "serve": serve,

@@ -26,6 +26,8 @@ BEGIN, END = "<!-- compare_engines: begin -->", "<!-- compare_engines: end -->"
 COLUMNS = (
     ("start", "seconds", "start, s", 1.0, ".1f"),
     ("single", "output_throughput", "single stream, tok/s", 1.0, ".1f"),
+    ("rows", "output_throughput", "16 at once, tok/s", 1.0, ".1f"),
+    ("prompts", "median_ttft_ms", "prompt of 1,024, ms", 1.0, ".0f"),
     ("trace", "output_throughput", "trace, tok/s", 1.0, ".1f"),
     ("mixed", "output_throughput", "mixed, tok/s", 1.0, ".1f"),
     ("mixed", "output_tokens_per_cpu_second", "mixed, tok/CPU-s", 1.0, ".1f"),

@@ -10,6 +10,7 @@ from scripts.lib.trace_rows import first_rows
 
 LENGTH_SCALE = 8
 MAX_LEN = 1024
+PROMPT = 1024
 
 
 def _work(rng: np.random.Generator, vocabulary: int, inputs: int, outputs: int) -> Work:
@@ -27,6 +28,18 @@ def single(vocabulary: int, count: int, outputs: int = 64) -> list[Work]:
     """Make requests to send one after another: 32 tokens in, 64 out."""
     rng = np.random.default_rng(2)
     return [_work(rng, vocabulary, 32, outputs) for _ in range(count)]
+
+
+def prompts(vocabulary: int, count: int) -> list[Work]:
+    """Make requests whose prompt takes nearly all the time: 1,024 tokens in, 1 out."""
+    rng = np.random.default_rng(4)
+    return [_work(rng, vocabulary, PROMPT, 1) for _ in range(count)]
+
+
+def rows(vocabulary: int, count: int) -> list[Work]:
+    """Make requests for as many rows: 32 tokens in, 128 out."""
+    rng = np.random.default_rng(5)
+    return [_work(rng, vocabulary, 32, 128) for _ in range(count)]
 
 
 def trace(vocabulary: int, count: int) -> list[Work]:

@@ -1,4 +1,4 @@
-"""Shapes of the random Llamas that benchmarks run."""
+"""Shapes of the random models that benchmarks run."""
 
 from __future__ import annotations
 
@@ -41,6 +41,25 @@ SHAPES = {
     "wide": sizes(14, 768, 12, 4, 2048),
     # SmolLM-135M: 30 narrow layers, and 1.6 times the KV cache a token.
     "deep": sizes(30, 576, 9, 3, 1536),
+    # LFM2-350M: 10 layers of short convolutions and 6 of attention.
+    "lfm2": sizes(
+        16,
+        1024,
+        16,
+        8,
+        6656,
+        architectures=["Lfm2ForCausalLM"],
+        model_type="lfm2",
+        vocab_size=65536,
+        rms_norm_eps=None,
+        norm_eps=1e-5,
+        rope_theta=1000000.0,
+        conv_L_cache=3,
+        full_attn_idxs=[2, 5, 8, 10, 12, 14],
+        block_auto_adjust_ff_dim=True,
+        block_multiple_of=256,
+        block_ffn_dim_multiplier=1.0,
+    ),
 }
 
 

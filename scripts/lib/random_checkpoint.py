@@ -22,6 +22,19 @@ BLOCK = (1 << 22) - 3
 DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 NAMES = {np.dtype(dtype).name: name for name, dtype in DTYPES.items()}
 Shape = tuple[int, ...]
+# Names of LFM2's tensors in Transformers, by parts of the names that every family has.
+LFM2_NAMES = {
+    "model.norm.": "model.embedding_norm.",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "out_proj.weight", "feed_forward.w2.weight")
 
 
 def config_of(shape: str) -> dict[str, Any]:
@@ -29,7 +42,7 @@ def config_of(shape: str) -> dict[str, Any]:
 
 
 def random_checkpoint(shape: str, folder: Path) -> Path:
-    """Write a Llama in float32, which every engine reads or converts. Return its folder.
+    """Write a model in float32, which every engine reads or converts. Return its folder.
 
     The checkpoint is not written again where it is there already. Logits are of about unit size,
     so that answers do not repeat themselves.
@@ -53,7 +66,17 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, Shape]:
 
     parsed = parse_model_config(config)
     letters = dimensions(parsed)
-    return {weight.name: weight.shape(letters) for weight in checkpoint_weights(parsed)}
+    shapes = {weight.name: weight.shape(letters) for weight in checkpoint_weights(parsed)}
+    if config["model_type"] == "lfm2":
+        return {published(name): shape for name, shape in shapes.items()}
+    return shapes
+
+
+def published(name: str) -> str:
+    """Return the name of an LFM2 tensor in its published checkpoints."""
+    for part, replacement in LFM2_NAMES.items():
+        name = name.replace(part, replacement)
+    return name
 
 
 def write_checkpoint(
@@ -111,7 +134,7 @@ def _write(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            scale = depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            scale = depth if name.endswith(INTO_RESIDUAL) else 1.0
             block = ones if len(shape) == 1 else normal * (scale * shape[-1] ** -0.5)
             numbers = block.astype(dtype)
             place, left = int(rng.integers(BLOCK)), math.prod(shape)

@@ -20,19 +20,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.mesh import SECOND, make_mesh, mapped, placed_shapes
+from jaxserve.execution.mesh import SECOND, make_mesh, mapped, placed_shapes, spec_of
 from jaxserve.execution.runner import Runner
 from jaxserve.models import Decoder, ModelConfig, PagedStep, abstract_model, parse_model_config
 from jaxserve.models.linear import Constant
-from jaxserve.models.shards import Split, local_kv_heads
+from jaxserve.models.mixers import Kept
+from jaxserve.models.shards import AXIS, Split, local_kv_heads
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.eplb import EplbConfig
@@ -44,6 +47,7 @@ from jaxserve.weights import random_weights
 from jaxserve.weights.model_weights import filled, parameters_of
 from jaxserve.weights.placement import Placement
 from jaxserve.weights.shapes import PLAIN, RANDOM, shapes_of_model
+from pallas_kernels import StateRows
 from scripts.lib.placed_model import model_leaves, plan_of_model
 from tests.equivalence import EXPERTS, LARGEST, TINY, Bench, fields_of_case, run_schedule
 from tests.models.cases import CASES
@@ -54,20 +58,68 @@ from tests.support.quick_code import compile_quickly
 DEVICES = 4
 # One for each kind of parameter that is divided.
 FEW = ("olmo2_gqa", "gpt_oss_alternate", "deepseek_v3_groups", "cohere_qk_norm_bias_head_dim")
+NO_SIZES: Mapping[str, int] = MappingProxyType({})
 TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], np.int32)
 
 
-def two_prompts() -> PagedStep:
-    """Return the positions and pages of two prompts' tokens."""
+def two_steps(config: ModelConfig) -> Iterator[tuple[np.ndarray, PagedStep]]:
+    """Yield two steps of two sequences: their prompts, then one more token of each and padding.
+
+    The second sequence is continued from the state that its prompt saved after two tokens.
+    """
+    yield TOKENS, step_of(config, ((1, 3), (2, 0)), (0, 0), (7, 3), ((-1, -1), (1, 0), (0, 2)))
+    yield TOKENS[::-1], step_of(config, ((1, 3), (2, 0)), (7, 2), (1, 1), ((1, 2), (1, 0), (0, 0)))
+
+
+def step_of(
+    config: ModelConfig,
+    pages: tuple[tuple[int, int], ...],
+    starts: tuple[int, ...],
+    counts: tuple[int, ...],
+    places: tuple[tuple[int, ...], ...],
+) -> PagedStep:
+    """Return a step of rows with pages of 4 tokens.
+
+    Args:
+        config: configuration of the model.
+        pages: of each row.
+        starts: position of the first token of each row.
+        counts: number of tokens of each row.
+        places: for each row the source of its states, their target, and the tokens before the
+            border at which they are saved in place 2.
+    """
+    positions = np.zeros(len(TOKENS), np.int32)
+    slots = np.full(len(TOKENS), -1, np.int32)
+    ends = np.cumsum(counts)
+    for own, first, count, end in zip(pages, starts, counts, ends, strict=True):
+        tokens = np.arange(first, first + count)
+        positions[end - count : end] = tokens
+        slots[end - count : end] = np.array(own)[tokens // 4] * 4 + tokens % 4
+    query_start = jnp.array([0, *ends], jnp.int32)
+    source, target, border = (jnp.array(part, jnp.int32) for part in places)
+    rows = StateRows(query_start, source, target, border, jnp.full(len(starts), 2, jnp.int32))
     return PagedStep(
-        positions=jnp.array([0, 1, 2, 3, 4, 5, 6, 0, 1, 2], jnp.int32),
-        slot_mapping=jnp.array([4, 5, 6, 7, 12, 13, 14, 8, 9, 10], jnp.int32),
-        page_table=jnp.array([[1, 3], [2, 0]], jnp.int32),
-        query_start=jnp.array([0, 7, 10], jnp.int32),
-        kv_len=jnp.array([7, 3], jnp.int32),
+        positions=jnp.array(positions),
+        slot_mapping=jnp.array(slots),
+        page_table=jnp.array(pages, jnp.int32),
+        query_start=query_start,
+        kv_len=jnp.array(starts, jnp.int32) + jnp.array(counts, jnp.int32),
         decode_only=False,
         implementation="xla",
+        state_rows=None if config.recurrent is None else rows,
     )
+
+
+def states_of(config: ModelConfig, layer: int, mesh: Any) -> tuple[Any, ...]:
+    """Return the states of a layer for three places, divided over the devices of a mesh."""
+    states: list[Any] = []
+    for part in config.states_of(layer):
+        array: Any = jax.ShapeDtypeStruct((3, *part.shape), jnp.float64)
+        if mesh is not None:
+            spec = PartitionSpec(*[None] * (1 + part.divided), AXIS)
+            array = placed_shapes(mesh, array, spec)
+        states.append(jnp.zeros(array.shape, array.dtype, device=array.sharding))
+    return tuple(states)
 
 
 def random_values(config: ModelConfig) -> dict[str, np.ndarray]:
@@ -100,7 +152,7 @@ def places(state: Any) -> list[Any]:
 def logits_of(
     config: ModelConfig, values: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, Counter[str]]:
-    """Return the logits after each token of two prompts, and the operations that exchange data."""
+    """Return the logits after each token of two steps, and the operations that exchange data."""
     mesh, model = make_mesh(config.split.devices), abstract_model(config, jnp.float64)
     placement = Placement(config, parameters_of(model), None, panels=False, mesh=mesh)
     placed = {path: placement.placed(path, values[path]) for path in values}
@@ -114,28 +166,37 @@ def logits_of(
     if mesh is not None:
         pages = placed_shapes(mesh, pages, SECOND)
     pages = jnp.zeros(pages.shape, pages.dtype, device=pages.sharding)
-    kv, step = [(pages, pages)] * config.num_hidden_layers, two_prompts()
+    kept = [
+        Kept((pages, pages) * config.has_pages(layer), states_of(config, layer, mesh))
+        for layer in range(config.num_hidden_layers)
+    ]
+    steps = [*two_steps(config)]
 
-    def forward(state: Any, tokens: Any, step: PagedStep, kv: Any) -> Any:
+    def forward(state: Any, tokens: Any, step: PagedStep, kept: Any) -> Any:
         model: Decoder = nnx.merge(graphdef, state)
-        return model.logits(model(tokens, step, kv)[0])
+        kept, _, hidden = model.advance(tokens, step, kept)
+        return model.logits(hidden), kept
 
-    run = forward
-    if mesh is not None:
-        run = mapped(mesh, forward, (state, TOKENS, step, kv), SECOND)
-    arguments = state, TOKENS, step, kv
+    arguments = state, *steps[0], kept
+    specs = SECOND, jax.tree.map(spec_of, kept)
+    run = forward if mesh is None else mapped(mesh, forward, arguments, specs)
     program = jax.jit(run, compiler_options=FAST).lower(*arguments).compile()
-    found = np.asarray(program(*arguments))[:, : config.vocab_size]
-    return found, exchanges(program.as_text() or "")
+    found: list[np.ndarray] = []
+    for tokens, step in steps:
+        logits, kept = program(state, tokens, step, kept)
+        found.append(np.asarray(logits)[: int(step.query_start[-1]), : config.vocab_size])
+    return np.concatenate(found), exchanges(program.as_text() or "")
 
 
-def differences(case: str, splits: Iterable[Split]) -> Iterator[tuple[float, dict[str, int]]]:
+def differences(
+    case: str, splits: Iterable[Split], sizes: Mapping[str, int] = NO_SIZES
+) -> Iterator[tuple[float, dict[str, int]]]:
     """Yield the distance of logits over devices from logits on one, and the exchanges.
 
     The distance is the largest relative difference. Exchanges are counted by kind of operation,
-    without two sums for each layer and one for the embedding.
+    without two sums for each layer and one for the embedding. `sizes` replaces those of the case.
     """
-    fields = fields_of_case(case) | {"vocab_size": 93, "eos_token_id": 2}
+    fields = fields_of_case(case) | {"vocab_size": 93, "eos_token_id": 2, **sizes}
     config = parse_model_config(fields)
     values = random_values(config)
     whole, _ = logits_of(config, values)

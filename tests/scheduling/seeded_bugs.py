@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.scheduling.seeded_device_bugs import DEVICE_BUGS
 from tests.scheduling.seeded_pool_bugs import (
     BATCH,
     FITTING,
@@ -445,4 +446,12 @@ OTHER_BUGS = (
     ),
 )
 
-BUGS = (*POOL_BUGS, *STATE_BUGS, *SCHEDULE_BUGS, *COMMIT_BUGS, *TABLE_BUGS, *OTHER_BUGS)
+SCHEDULER_BUGS = (
+    *POOL_BUGS,
+    *STATE_BUGS,
+    *SCHEDULE_BUGS,
+    *COMMIT_BUGS,
+    *TABLE_BUGS,
+    *OTHER_BUGS,
+)
+BUGS = (*SCHEDULER_BUGS, *DEVICE_BUGS)

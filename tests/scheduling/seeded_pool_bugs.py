@@ -6,10 +6,14 @@ from typing import NamedTuple
 
 
 class Bug(NamedTuple):
-    """A name, a file under jaxserve/, and a text that occurs once in it, with its replacement.
+    """A name, a source file, and a text that occurs once in it, with its replacement.
 
-    `only_slow` marks what makes no result wrong and ends every sequence, only later or at a
-    greater cost: random schedules do not measure that, unit tests do.
+    Attributes:
+        only_slow: no result is wrong and every sequence ends, only later or at a greater cost.
+            Unit tests measure that, random schedules do not.
+        letter: of the bug in the list `STATE_FAULTS`, or "".
+        tests: arguments of pytest for the tests that notice a bug on the device. Empty for bugs of
+            the scheduler.
     """
 
     name: str
@@ -17,6 +21,8 @@ class Bug(NamedTuple):
     old: str
     new: str
     only_slow: bool = False
+    letter: str = ""
+    tests: tuple[str, ...] = ()
 
 
 POOL = "jaxserve/scheduling/page_pool.py"
@@ -199,6 +205,7 @@ POOL_BUGS = (
         POOL,
         "return pages[: missing[0]] if len(missing) else pages",
         "return pages[pages > 0]",
+        letter="i",
     ),
     Bug(
         "a key is published twice",
