@@ -309,3 +309,5 @@ def test_a_cache_of_no_snapshots_and_of_one(
     expected = 20 if count else 0  # the prompt's: the answer's prefix is too short to evict it
     assert client.ask(follow_up)[1] == expected
     assert client.snapshots.held == count
+    # The prefix has eight pages. Without snapshots no page is published and can be lost.
+    assert client.snapshots.lost_pages == 3 * count
