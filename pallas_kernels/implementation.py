@@ -16,7 +16,7 @@ from typing import Any
 from pallas_kernels.arguments import FP8, FP8_BITS, INT8, Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, target_device
 from pallas_kernels.row_arguments import ProductCase, RowsCase
-from pallas_kernels.state_arguments import StateCase
+from pallas_kernels.state_case import StateCase
 
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""

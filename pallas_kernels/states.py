@@ -21,9 +21,9 @@ from pallas_kernels.state_arguments import (
     ConvWeights,
     DeltaOptions,
     Mamba2Options,
-    StateCase,
     StateRows,
 )
+from pallas_kernels.state_case import StateCase
 
 NO_CONV_OPTIONS, SILU = ConvOptions(), ConvOptions("silu")
 STATE_DTYPES = (jnp.float32, jnp.float64)

@@ -30,9 +30,9 @@ from pallas_kernels.state_arguments import (
     DeltaOptions,
     Mamba2Options,
     RecurrenceSizes,
-    StateCase,
     StateRows,
 )
+from pallas_kernels.state_case import StateCase
 
 Refs = dict[str, Any]
 RecurrenceOptions = DeltaOptions | Mamba2Options
