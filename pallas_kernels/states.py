@@ -7,16 +7,25 @@ within its tokens to a third place, from which later sequences with the same pre
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import reference
-from pallas_kernels.implementation import deferred, has_llvm
-from pallas_kernels.state_arguments import ConvOptions, DeltaOptions, Mamba2Options, StateRows
+from pallas_kernels.devices import target_device
+from pallas_kernels.implementation import choose, kernel
+from pallas_kernels.state_arguments import (
+    ConvOptions,
+    ConvWeights,
+    DeltaOptions,
+    Mamba2Options,
+    StateCase,
+    StateRows,
+)
 
-_causal_conv = deferred("pallas_kernels.cpu.causal_conv", "causal_conv")
-_recurrence = deferred("pallas_kernels.cpu.recurrence", "recurrence")
-NO_CONV_OPTIONS = ConvOptions()
+NO_CONV_OPTIONS, SILU = ConvOptions(), ConvOptions("silu")
 STATE_DTYPES = (jnp.float32, jnp.float64)
 
 
@@ -27,6 +36,9 @@ def causal_conv(
     bias: jax.Array | None,
     rows: StateRows,
     options: ConvOptions = NO_CONV_OPTIONS,
+    *,
+    one_token: bool = False,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Convolve each channel over a row's tokens and the inputs that its state holds.
 
@@ -38,14 +50,16 @@ def causal_conv(
         bias: [C] or None.
         rows: tokens and places of each row.
         options: of the convolution.
+        one_token: whether row r has token r alone, or is padding.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,C] of x's dtype, zeros for padding, and the new states. The computation is in the dtype
         of the states.
     """
-    if _has_kernel(x, states):
-        return _causal_conv(x, states, weight, bias, rows, options)
-    return reference.causal_conv(x, states, weight, bias, rows, options)
+    op = _step_of("conv_step", x, rows) if one_token else "causal_conv"
+    run = _chosen(op, x, states, len(weight), implementation)
+    return run(x, states, weight, bias, rows, options)
 
 
 def gated_delta(
@@ -55,6 +69,8 @@ def gated_delta(
     constants: jax.Array,
     rows: StateRows,
     options: DeltaOptions,
+    *,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the gated delta rule (Yang et al. 2024) to each head of each row, token by token.
 
@@ -67,14 +83,14 @@ def gated_delta(
             softplus.
         rows: tokens and places of each row.
         options: sizes.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
         computation is in the dtype of the states.
     """
-    if _has_kernel(mixed, states):
-        return _recurrence(mixed, gates, states, constants, rows, options)
-    return reference.gated_delta(mixed, gates, states, constants, rows, options)
+    run = _chosen("gated_delta", mixed, states, options.inputs, implementation)
+    return run(mixed, gates, states, constants, rows, options)
 
 
 def mamba2(
@@ -84,6 +100,8 @@ def mamba2(
     constants: jax.Array,
     rows: StateRows,
     options: Mamba2Options,
+    *,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence of Mamba-2 (Dao and Gu 2024) to each head of each row.
 
@@ -95,20 +113,83 @@ def mamba2(
             sizes, and factor of the direct path.
         rows: tokens and places of each row.
         options: sizes.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
         computation is in the dtype of the states.
     """
-    if _has_kernel(mixed, states):
-        return _recurrence(mixed, steps, states, constants, rows, options)
-    return reference.mamba2(mixed, steps, states, constants, rows, options)
+    run = _chosen("mamba2", mixed, states, options.inputs, implementation)
+    return run(mixed, steps, states, constants, rows, options)
 
 
-def _has_kernel(x: jax.Array, states: jax.Array) -> bool:
+def conv_recurrence(
+    mixed: jax.Array,
+    gates: jax.Array,
+    states: tuple[jax.Array, jax.Array],
+    weights: ConvWeights,
+    constants: jax.Array,
+    rows: StateRows,
+    options: DeltaOptions | Mamba2Options,
+    *,
+    one_token: bool = False,
+    implementation: str = "auto",
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Convolve the numbers of each token, with SiLU, and then apply a recurrence to each row.
+
+    This is ``causal_conv`` and after it ``gated_delta`` or ``mamba2``, by the type of `options`. On
+    a GPU a step of one token per row is one launch.
+
+    Args:
+        mixed: [T,M] queries, keys and values of all heads, in the order of the recurrence.
+        gates: the gates of ``gated_delta``, or the steps of ``mamba2``.
+        states: states of the convolution [N,W-1,M] and of the recurrence, with the same places. In
+            place if donated.
+        weights: of the convolution of M channels.
+        constants: of the recurrence.
+        rows: tokens and places of each row.
+        options: sizes of the recurrence.
+        one_token: whether row r has token r alone, or is padding.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
+
+    Returns:
+        y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
+        convolution is rounded to the dtype of `mixed`.
+    """
+    conv, state = states
+    if one_token:
+        op = _step_of("conv_recurrence", mixed, rows)
+        run = _chosen(op, mixed, state, options.inputs, implementation)
+        return run(mixed, gates, states, weights, constants, rows, options)
+    weight, bias = weights
+    mixed, conv = causal_conv(mixed, conv, weight, bias, rows, SILU, implementation=implementation)
+    op = "gated_delta" if isinstance(options, DeltaOptions) else "mamba2"
+    run = _chosen(op, mixed, state, options.inputs, implementation)
+    y, state = run(mixed, gates, state, constants, rows, options)
+    return y, (conv, state)
+
+
+def _step_of(op: str, x: jax.Array, rows: StateRows) -> str:
+    tokens, count = len(x), len(rows.target)
+    if tokens != count:
+        raise ValueError(f"x has T = {tokens} tokens; expected one for each of {count} rows")
+    return op
+
+
+def _chosen(
+    op: str, x: jax.Array, states: jax.Array, size: int, implementation: str
+) -> Callable[..., Any]:
+    """Return the implementation of an operation for tokens x and their states.
+
+    Raises:
+        ValueError: `states` has the wrong dtype, or the implementation cannot run the call.
+    """
     if states.dtype not in STATE_DTYPES:
         raise ValueError(f"states has dtype {states.dtype}; allowed: float32, float64")
     wide = jnp.promote_types(x.dtype, jnp.float32)
     if states.dtype != wide:
         raise ValueError(f"states has dtype {states.dtype}; expected {wide} with {x.dtype} inputs")
-    return has_llvm() and x.size > 0 and x.dtype != jnp.float16
+    case = StateCase(op, target_device(), jnp.dtype(x.dtype), len(x), size)
+    name = choose(implementation, case) if x.size else "xla"
+    run = kernel(op, name, case.platform)
+    return partial(run, case=case) if name.startswith("triton") else run

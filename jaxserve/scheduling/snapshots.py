@@ -127,12 +127,13 @@ class SnapshotPool:
         if not self._pins[snapshot]:
             self._free.append(snapshot)
 
-    def check(self, pending: list[int], pinned: list[int]) -> None:
+    def check(self, pending: list[int], pinned: list[int], is_cached: np.ndarray) -> None:
         """Check all invariants.
 
         Args:
             pending: snapshots that slots hold for pages that are not cached yet.
             pinned: snapshots that admitted rows will read, once for each row.
+            is_cached: bool[P], whether each page is cached.
 
         Raises:
             AssertionError: an invariant is broken. The message names it.
@@ -148,6 +149,7 @@ class SnapshotPool:
         for row in attached:
             assert self._of_page[self._page_of[row]] == row, "page and snapshot disagree"
         assert np.count_nonzero(self._of_page >= 0) == len(attached), "a page has a lost snapshot"
+        assert is_cached[self._of_page >= 0].all(), "a page has a snapshot and is not cached"
 
 
 class StateSaver:
@@ -318,4 +320,5 @@ class StateSaver:
     def check(self) -> None:
         """Check all invariants (see `SnapshotPool.check`)."""
         pending = [snapshot for pairs in self._pending.values() for _, snapshot in pairs]
-        self.snapshots.check(pending, self._restored[self._restored >= 0].tolist())
+        pinned = self._restored[self._restored >= 0].tolist()
+        self.snapshots.check(pending, pinned, self._pool.is_cached)

@@ -22,20 +22,26 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from pallas_kernels import ConvOptions, DeltaOptions, Mamba2Options, StateRows
 from scripts.gpu import models as gpu_models
 from scripts.gpu.cases import (
     KERNELS,
+    RECURRENT_KERNELS,
+    STATE_KERNELS,
     STEP_KERNELS,
     Case,
     GroupedCase,
     QuantizedCase,
     QuantizedGroupedCase,
+    RecurrentCase,
+    StateCase,
     StepCase,
     case_lists,
 )
-from scripts.gpu.families import FAMILIES
+from scripts.gpu.families import FAMILIES, RECURRENT
 from scripts.gpu.offline_compiler import Compiler, Dumps
 from scripts.gpu.offline_engine import compile_start, compile_sums
+from scripts.gpu.recurrent import recurrent_call
 from scripts.gpu.targets import Target
 from scripts.lib.run_main import run_main
 
@@ -138,8 +144,44 @@ def compile_quantized_grouped(case: QuantizedGroupedCase, compiler: Compiler) ->
     return compiler.row(case.name, call, arrays, ("quantized_grouped_matmul",), shape)
 
 
+def compile_recurrent(case: RecurrentCase, compiler: Compiler) -> dict[str, Any]:
+    """Compile a decode of a layer with states. "kv_copies" counts copies of all its states."""
+    arrays, call = recurrent_call(case, "triton")
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+    states = jax.tree.leaves(shapes[0])
+    return compiler.row(case.name, call, shapes, RECURRENT_KERNELS, states[-1].shape, donate=(0,))
+
+
+def compile_states(case: StateCase, compiler: Compiler) -> dict[str, Any]:
+    """Compile an operation with a state per sequence. "kv_copies" counts copies of the states."""
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    dtype, T, R = jnp.dtype(case.dtype), case.tokens, case.rows
+    rows = StateRows(array(jnp.int32, R + 1), *[array(jnp.int32, R)] * 4)
+    if case.op == "causal_conv":
+        taps, channels = case.sizes
+        options, arrays = ConvOptions("silu"), [array(dtype, T, channels)]
+        arrays += [array(jnp.float32, 2 * R, taps - 1, channels), array(dtype, taps, channels)]
+        donate, last = 1, array(dtype, channels)
+    else:
+        kind = DeltaOptions if case.op == "gated_delta" else Mamba2Options
+        options, heads = kind(*case.sizes), case.sizes[1]
+        gates = (2, heads) if case.op == "gated_delta" else (heads,)
+        arrays = [array(dtype, T, options.width), array(dtype, T, *gates)]
+        arrays.append(array(jnp.float32, 2 * R, *case.sizes[1:]))
+        donate, last = 2, array(jnp.float32, options.num_constants, heads)
+
+    def call(*arrays):
+        return getattr(pallas_kernels, case.op)(*arrays, options, implementation="triton")
+
+    shapes, kernels = (*arrays, last, rows), STATE_KERNELS[case.op]
+    return compiler.row(case.name, call, shapes, kernels, arrays[donate].shape, (donate,))
+
+
 def compile_step(case: StepCase, compiler: Compiler) -> dict[str, Any]:
-    model = (gpu_models.MODELS | FAMILIES)[case.model]
+    model = (gpu_models.MODELS | FAMILIES | RECURRENT)[case.model]
     model = dataclasses.replace(model, L=case.layers or model.L)
     step, shapes = gpu_models.step_call(
         model,
@@ -163,6 +205,8 @@ COMPILE: Mapping[type, Callable[[Any, Compiler], dict[str, Any]]] = MappingProxy
         GroupedCase: compile_grouped,
         QuantizedCase: compile_quantized,
         QuantizedGroupedCase: compile_quantized_grouped,
+        RecurrentCase: compile_recurrent,
+        StateCase: compile_states,
         StepCase: compile_step,
     }
 )

@@ -16,6 +16,7 @@ from tests.machine_code.greatest_cases import greatest_cases
 from tests.machine_code.norm_cases import add_norm_cases
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import rope_kv_write_cases
+from tests.machine_code.state_step_cases import state_step_cases
 
 CARDS: dict[Capability, str] = {
     (8, 0): "NVIDIA A100-SXM4-80GB",
@@ -27,7 +28,7 @@ CARDS: dict[Capability, str] = {
 """The card that each capability's programs are compiled for."""
 FAMILIES = (
     *("decode", "ragged", "mosaic", "kv_write", "rope_kv_write", "add_norm"),
-    *("greatest", "few_rows", "grouped", "quantized", "quantized_grouped"),
+    *("greatest", "few_rows", "grouped", "quantized", "quantized_grouped", "state_steps"),
 )
 
 
@@ -45,6 +46,7 @@ def all_cases() -> list[Case]:
         *grouped_cases(),
         *quantized_cases(),
         *quantized_grouped_cases(),
+        *state_step_cases(),
     ]
 
 

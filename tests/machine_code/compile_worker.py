@@ -25,10 +25,11 @@ from tests.machine_code.greatest_cases import GreatestCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import RopeKvWriteCase
+from tests.machine_code.state_step_cases import StateStepCase
 
 CASE_TYPES: tuple[type[Case], ...] = (
     *(AttentionCase, KvWriteCase, GroupedCase, QuantizedCase, QuantizedGroupedCase),
-    *(AddNormCase, FewRowsCase, GreatestCase, RopeKvWriteCase),
+    *(AddNormCase, FewRowsCase, GreatestCase, RopeKvWriteCase, StateStepCase),
     *(BigAttentionCase, BigGroupedCase, BigQuantizedCase),
 )
 

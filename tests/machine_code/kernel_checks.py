@@ -30,6 +30,7 @@ USUAL: dict[str, Capability] = {
     "grouped": (8, 0),
     "quantized": (12, 0),
     "quantized_grouped": (9, 0),
+    "state_steps": (10, 0),
 }
 """Of each kernel the capability whose machine code a run without `--long` executes."""
 

@@ -34,6 +34,7 @@ CASES = (
     "rope_kv_write-bf16-h64",
     "greatest-12x4097",
     "few_rows-bf16-silu",
+    "state_steps-delta-bf16",
 )
 
 

@@ -100,8 +100,9 @@ def noticed_by_scheduler_tests(target: Path) -> tuple[str, str]:
     """Run the random schedules, then the unit tests. Return which failed first, and its error."""
     options = ["--examples", "100", "--derandomize", "--no-shrink"]
     machine = ["-m", "tests.scheduling.scheduler_machine", *options]
-    if evidence := failure(target, machine):
-        return "machine", evidence
+    for states in ([], ["--states"]):
+        if evidence := failure(target, [*machine, *states]):
+            return "machine", evidence
     tests = sorted(path.name for path in HERE.glob("test_*.py"))
     for name in ("test_scheduler_machine.py", "test_seeded_bugs.py"):
         tests.remove(name)

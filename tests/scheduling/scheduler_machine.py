@@ -38,7 +38,7 @@ from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable
 from tests.scheduling.ghost_runner import GhostRunner, GhostStep, oracle
-from tests.scheduling.scheduler_setups import MAX_MODEL_LEN, SETUPS, Setup
+from tests.scheduling.scheduler_setups import MAX_MODEL_LEN, SETUPS, STATE_SETUPS, Setup
 from tests.scheduling.subscriber import Subscriber
 
 # Prompts are cut from these, so that exact repeats and common prefixes are frequent.
@@ -386,14 +386,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert cached == -1 or cached % self.setup.page_size == 0
 
 
-def run(examples: int, seed: int | None = None, steps: int = 40, shrink: bool = True) -> None:
+class StateMachine(SchedulerMachine):
+    """The same for models whose layers keep states: each schedule has snapshots to reuse."""
+
+    @initialize(setup=STATE_SETUPS)
+    def start(self, setup: Setup) -> None:
+        super().start(setup)
+
+
+def run(
+    examples: int,
+    seed: int | None = None,
+    steps: int = 40,
+    shrink: bool = True,
+    base: type[SchedulerMachine] = SchedulerMachine,
+) -> None:
     """Run the machine, and raise its first failure.
 
     Args:
+        examples: number of schedules.
         seed: of random examples. None runs the same examples each time.
+        steps: most rules of a schedule.
+        shrink: whether to look for a smaller schedule that fails too.
+        base: the machine.
     """
     phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
-    machine = type("SeededMachine", (SchedulerMachine,), {})
+    machine = type("SeededMachine", (base,), {})
     if seed is not None:
         use_seed(seed)(machine)  # type: ignore[arg-type]
     run_state_machine_as_test(
@@ -417,10 +435,12 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--derandomize", action="store_true", help="the same examples each time")
     parser.add_argument("--seed", type=int, help="of the examples; a random one without this")
+    parser.add_argument("--states", action="store_true", help="only models that keep states")
     parser.add_argument("--no-shrink", action="store_true", help="report a failure as found")
     arguments = parser.parse_args()
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     seed = None if arguments.derandomize else seed
     print(f"seed {seed}", flush=True)
-    run(arguments.examples, seed, arguments.steps, not arguments.no_shrink)
+    base = StateMachine if arguments.states else SchedulerMachine
+    run(arguments.examples, seed, arguments.steps, not arguments.no_shrink, base)
     print(f"{arguments.examples} examples: clean")

@@ -93,3 +93,19 @@ SETUPS = st.builds(
     window=st.sampled_from([None, None, None, 2, 5, 16]),
     num_snapshots=st.sampled_from([None, None, 0, 1, 1, 2, 4, 30]),
 )
+
+STATE_SETUPS = st.builds(
+    Setup,
+    kind=st.just("continuous"),
+    page_size=st.sampled_from([1, 4]),
+    num_tokens=st.integers(16, 64),
+    num_slots=st.integers(2, 4),
+    spare_budget=st.integers(0, 24),
+    threshold=st.sampled_from([0, 0, 1, 3]),
+    prefix_caching=st.just(True),
+    policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
+    asynchronous=st.booleans(),
+    num_steps=st.sampled_from([1, 1, 2, 8]),
+    window=st.none(),
+    num_snapshots=st.sampled_from([1, 2, 4, 30]),
+)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduling.scheduler_machine import run
+from tests.scheduling.scheduler_machine import StateMachine, run
 
 
 def test_random_schedules_serve_every_request_as_if_alone() -> None:
     run(examples=100)
+
+
+def test_random_schedules_of_models_with_states_serve_every_request_as_if_alone() -> None:
+    run(examples=100, base=StateMachine)
 
 
 def test_fresh_schedules_serve_every_request_as_if_alone(pytestconfig: pytest.Config) -> None:

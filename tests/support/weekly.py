@@ -183,7 +183,7 @@ FAMILIES = "jaxserve/models/families/"
 CASES = ("case", "family")
 FAMILY_TESTS = ("tests/models/", "tests/engine/test_families.py")
 # Families in the file of another, by how the names of cases begin.
-IN_FILES = {"ministral": "mistral", "glm4": "glm"}
+IN_FILES = {"ministral": "mistral", "glm4": "glm", "lfm3": "lfm2", "falcon_h1": "bamba"}
 
 
 def family_file(case: str) -> str | None:

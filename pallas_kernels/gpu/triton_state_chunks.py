@@ -1,0 +1,394 @@
+"""Gated delta rule and Mamba-2 for rows of any number of tokens, in Pallas-Triton, in two launches.
+
+The chunk form (Yang et al. 2024, section 3.3, and Dao and Gu 2024, section 6) computes a block of
+tokens with matrix products. With the state S before the block, keys K, values V, queries Q and
+cumulative decays e^g, the updates U and the results of the gated delta rule are
+
+    (1 + L) U = diag(b) (V - diag(e^g) K S)     L[i,j] = b[i] e^(g[i] - g[j]) k[i] k[j], j < i
+    Y = diag(e^g) Q S + P U                     P[i,j] = e^(g[i] - g[j]) q[i] k[j], j <= i
+    S' = e^g[last] S + (diag(e^(g[last] - g)) K)^T U
+
+Mamba-2 is the same with U = diag(step) V. Only differences of logarithms that are at most 0 are
+exponentiated, so nothing overflows.
+
+The first launch computes the inverse of 1 + L and P for each block and head, all at the same time.
+The second one takes a part of the columns of a head's state through the blocks of a row. Blocks
+begin at multiples of their size, counted over all tokens of the step. A block can contain tokens of
+several rows and the border of a row. L and P are zero between tokens of different rows, or of
+different sides of a border, and the second launch computes such a block once for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.gpu.triton_tile import ceil_div, power_of_two, spread
+from pallas_kernels.state_arguments import DeltaOptions, Mamba2Options, StateCase, StateRows
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkConfig:
+    """Block sizes of the two launches. They were not timed."""
+
+    block_tokens: int = 64  # a power of two from 16 on
+    columns: int = 32  # of the part of a state that a program holds, a power of two from 16 on
+    block_warps: int = 4  # of the first launch
+    row_warps: int = 4  # of the second launch
+    num_stages: int = 1  # of the second launch
+
+    @classmethod
+    def of(cls, case: StateCase) -> ChunkConfig:
+        """Return the sizes for a call, which fit the card's shared memory and spill nothing."""
+        if case.product_dtype.itemsize == 4:
+            return cls(block_tokens=32, columns=16)
+        return cls()
+
+
+PAST, QUERY, KEY, DECAY = range(4)
+"""Factors of a token: of K S, of Q S, of its update in the state, and decay of the block."""
+FACTORS = 4
+STRONGEST = -100.0
+"""Least logarithm of a decay. Smaller ones have the same effect: e^-100 is 0 in float32."""
+LARGEST = 1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkSpec:
+    """Compile-time sizes of the kernels."""
+
+    options: DeltaOptions | Mamba2Options
+    block: int  # tokens of a block, a power of two from 16 on
+    columns: int  # columns of a program's part of a state, likewise
+    compute_dtype: Any  # dtype of the operands of products
+    interpret: bool
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the kernels compute the gated delta rule."""
+        return isinstance(self.options, DeltaOptions)
+
+    @property
+    def inputs(self) -> int:
+        """Rows of a state in registers: the least power of two that holds them, at least 16."""
+        return max(16, power_of_two(self.options.inputs))
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of the columns of a state."""
+        return -(-self.options.outputs // self.columns)
+
+    def dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Multiply two matrices: operands of 16 bits as they are, float32 with three products."""
+        if self.compute_dtype != jnp.float32:
+            return plt.dot(a.astype(self.compute_dtype), b.astype(self.compute_dtype))
+        return plt.dot(a, b, precision=self._precision(exact=True))
+
+    def dot_of_inverse(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Multiply two float32 matrices with at least the 11 bits of TF32."""
+        return plt.dot(a, b, precision=self._precision(self.compute_dtype == jnp.float32))
+
+    def _precision(self, exact: bool) -> Any:
+        if self.interpret:
+            return lax.Precision.HIGHEST
+        preset = lax.DotAlgorithmPreset
+        return preset.TF32_TF32_F32_X3 if exact else preset.TF32_TF32_F32
+
+    def tokens(self, ref: Any, token: jax.Array, valid: jax.Array, part: int, first: Any) -> Any:
+        """Load numbers of the tokens of a block: [block, columns], zeros where not valid.
+
+        Args:
+            ref: ref of `mixed`.
+            token: i32[block] tokens.
+            valid: bool[block].
+            part: 0 for queries, 1 for keys, 2 for values.
+            first: head of queries and keys, or (head, first column) of values.
+        """
+        sizes = self.options
+        if part < 2:
+            count, begin, end = self.inputs, first * sizes.inputs, sizes.inputs
+        else:
+            head, column = first
+            count, begin, end = self.columns, head * sizes.outputs + column, sizes.outputs - column
+        shape, index = (self.block, count), jnp.arange(count, dtype=jnp.int32)
+        mask = spread(valid, shape, 0) & spread(index < end, shape, 1)
+        column = spread(sizes.places[part] + begin + index, shape, 1)
+        numbers = plt.load(ref.at[spread(token, shape, 0), column], mask=mask, other=0.0)
+        return numbers.astype(jnp.float32 if part == 2 else self.compute_dtype)
+
+
+def _softplus(x: jax.Array) -> jax.Array:
+    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+
+
+def _scaled(numbers: jax.Array, factors: jax.Array, axis: int) -> jax.Array:
+    return numbers * spread(factors, numbers.shape, axis)
+
+
+def _inverse(lower: jax.Array, spec: ChunkSpec) -> jax.Array:
+    """Invert 1 + `lower`, which is zero on and above the diagonal: f32[block, block].
+
+    The inverses of the blocks of size 1, 2, 4, ... on the diagonal are merged in pairs. The inverse
+    of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']] with the inverses A' and C'. Unlike a product
+    of powers of `lower`, it has no intermediate numbers that are larger than those of the result.
+    """
+    index, shape = jnp.arange(spec.block, dtype=jnp.int32), lower.shape
+    row, column = spread(index, shape, 0), spread(index, shape, 1)
+    highest = lax.bitwise_xor(row, column)  # whose first bit is the size of the merged blocks
+    inverse = jnp.where(row == column, 1.0, 0.0) - jnp.where(highest == 1, lower, 0.0)
+    size = 2
+    while size < spec.block:
+        between = jnp.where((highest >= size) & (highest < 2 * size), lower, 0.0)
+        change = spec.dot_of_inverse(spec.dot_of_inverse(inverse, between), inverse)
+        inverse = inverse - change
+        size *= 2
+    return inverse
+
+
+def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> None:
+    """Body of the first kernel: matrices and factors of one block of tokens, for one head.
+
+    It writes "inner" (P), "inverse" ((1 + L)^-1 diag(b), for the gated delta rule), "factors", and
+    zeros to "y" at padding tokens.
+    """
+    refs = dict(zip(names, arrays, strict=True))
+    sizes, size = spec.options, spec.block
+    block, head = pl.program_id(0), pl.program_id(1)
+    index = jnp.arange(size, dtype=jnp.int32)
+    token = block * size + index
+    exists = token < refs["mixed"].shape[0]
+    piece = plt.load(refs["pieces"].at[token], mask=exists, other=-1)
+    is_real = piece >= 0
+    group = lax.div(head, jnp.int32(sizes.heads // sizes.groups))
+    query = spec.tokens(refs["mixed"], token, is_real, 0, group)
+    key = spec.tokens(refs["mixed"], token, is_real, 1, group)
+
+    def constant(nth: int) -> jax.Array:
+        return refs["constants"][nth, head]
+
+    def gate(*nth: int) -> jax.Array:
+        at = (token, *(jnp.full_like(token, number) for number in nth), spread(head, token.shape))
+        return plt.load(refs["gates"].at[at], mask=is_real, other=0.0).astype(jnp.float32)
+
+    rate = jnp.exp(constant(0))
+    if spec.is_delta:
+        write = sizes.strength / (1.0 + jnp.exp(-gate(0)))
+        decay = _softplus(gate(1) + constant(1))
+        eps, scale = sizes.eps, sizes.inputs**-0.5
+        key_factor, query_factor = (
+            lax.rsqrt(jnp.sum(jnp.square(part.astype(jnp.float32)), axis=1) + eps)
+            for part in (key, query)
+        )
+        query_factor = query_factor * scale
+    else:
+        decay = jnp.clip(_softplus(gate() + constant(1)), sizes.least, sizes.most)
+        key_factor, query_factor, write = decay, jnp.full(decay.shape, 1.0, jnp.float32), None
+    decay = jnp.where(is_real, jnp.maximum(-rate * decay, STRONGEST), 0.0)
+
+    shape = (size, size)
+    row, column = spread(index, shape, 0), spread(index, shape, 1)
+    is_same = spread(piece, shape, 0) == spread(piece, shape, 1)
+    is_seen = is_same & (column <= row)
+    decays = spread(decay, shape, 1)
+    past = jnp.sum(jnp.where(is_seen, decays, 0.0), axis=1)
+    total = jnp.sum(jnp.where(is_same, decays, 0.0), axis=1)
+    shrink = jnp.exp(jnp.minimum(spread(past, shape, 0) - spread(past, shape, 1), 0.0))
+    shrink = jnp.where(is_seen, _scaled(shrink, key_factor, 1), 0.0)
+    inner = jnp.where(is_seen, _scaled(spec.dot(query, key.T) * shrink, query_factor, 0), 0.0)
+    lines, columns = spread(token, shape, 0), column
+    heads = spread(head, shape)
+    plt.store(refs["inner"].at[heads, lines, columns], inner.astype(refs["inner"].dtype))
+
+    grown = jnp.exp(past)
+    factors = {QUERY: query_factor * grown, KEY: key_factor * jnp.exp(total - past)}
+    factors[DECAY] = jnp.exp(total)
+    if write is not None:
+        factors[PAST] = key_factor * grown
+        lower = _scaled(spec.dot(key, key.T) * shrink, key_factor * write, 0)
+        # A NaN of one row reaches no other row. It comes back with the factors.
+        lower = jnp.where((column < row) & is_seen & (jnp.abs(lower) < LARGEST), lower, 0.0)
+        inverse = jnp.where(is_seen, _scaled(_inverse(lower, spec), write, 1), 0.0)
+        stored = inverse.astype(refs["inverse"].dtype)
+        plt.store(refs["inverse"].at[heads, lines, columns], stored)
+    for nth, factor in factors.items():
+        at = spread(head, token.shape), jnp.full_like(token, nth), token
+        plt.store(refs["factors"].at[at], factor)
+
+    shape = (size, power_of_two(sizes.outputs))
+    column = spread(jnp.arange(shape[1], dtype=jnp.int32), shape, 1)
+    mask = spread(exists & ~is_real, shape, 0) & (column < sizes.outputs)
+    at = spread(token, shape, 0), spread(head, shape), column
+    plt.store(refs["y"].at[at], jnp.zeros(shape, refs["y"].dtype), mask=mask)
+
+
+def _across_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> None:
+    """Body of the second kernel: take columns of a head's state through the tokens of a row.
+
+    It writes "y" at the row's tokens, and "states" at the row's target and saved place.
+    """
+    refs = dict(zip(names, arrays, strict=True))
+    sizes, size = spec.options, spec.block
+    part, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    begin, end, target = refs["starts"][row], refs["starts"][row + 1], refs["target"][row]
+    is_run = (target >= 0) & (begin < end)
+    end = jnp.where(is_run, end, begin)
+    middle = begin + jnp.where(is_run, refs["border"][row], 0)
+    group = lax.div(head, jnp.int32(sizes.heads // sizes.groups))
+    first = part * spec.columns
+    index = jnp.arange(size, dtype=jnp.int32)
+    column = first + jnp.arange(spec.columns, dtype=jnp.int32)
+
+    shape = (spec.inputs, spec.columns)
+    inputs = spread(jnp.arange(spec.inputs, dtype=jnp.int32), shape, 0)
+    is_inside = (inputs < sizes.inputs) & spread(column < sizes.outputs, shape, 1)
+
+    def state_at(ref: Any, place: jax.Array) -> Any:
+        return ref.at[spread(place, shape), spread(head, shape), inputs, spread(column, shape, 1)]
+
+    source = refs["source"][row]
+    address = state_at(refs["states_before"], jnp.maximum(source, 0))
+    state = plt.load(address, mask=is_inside & is_run & (source >= 0), other=0.0)
+    if not spec.interpret:  # the target can be the source
+        plt.debug_barrier()
+
+    def advance(block: jax.Array, state: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
+        token = block * size + index
+        is_own = (token >= begin) & (token < end)
+
+        def factor(nth: int) -> jax.Array:
+            at = spread(head, token.shape), jnp.full_like(token, nth), token
+            return plt.load(refs["factors"].at[at], mask=is_own, other=0.0)
+
+        def matrix(name: str) -> jax.Array:
+            at = spread(token, (size, size), 0), spread(index, (size, size), 1)
+            return plt.load(refs[name].at[(spread(head, (size, size)), *at)])
+
+        query = spec.tokens(refs["mixed"], token, is_own, 0, group)
+        key = spec.tokens(refs["mixed"], token, is_own, 1, group)
+        value = spec.tokens(refs["mixed"], token, is_own, 2, (head, first))
+        before = state.astype(spec.compute_dtype)
+        update = value
+        if spec.is_delta:
+            update = value - _scaled(spec.dot(key, before), factor(PAST), 0)
+            update = spec.dot(matrix("inverse"), update)
+            update = jnp.where(spread(is_own, update.shape, 0), update, 0.0)
+        y = _scaled(spec.dot(query, before), factor(QUERY), 0)
+        y = y + spec.dot(matrix("inner"), update)
+        if not spec.is_delta:
+            y = y + value * refs["constants"][2, head]
+        at = spread(token, y.shape, 0), spread(head, y.shape), spread(column, y.shape, 1)
+        mask = spread(is_own, y.shape, 0) & spread(column < sizes.outputs, y.shape, 1)
+        plt.store(refs["y"].at[at], y.astype(refs["y"].dtype), mask=mask)
+        shrink = refs["factors"][head, DECAY, jnp.maximum(block * size, begin)]
+        return state * shrink + spec.dot(key.T, _scaled(update, factor(KEY), 0))
+
+    def pass_side(side: jax.Array, state: jax.Array) -> jax.Array:
+        # The tokens before the border, then those after it.
+        is_first = side == 0
+        start, stop = jnp.where(is_first, begin, middle), jnp.where(is_first, middle, end)
+        block = lax.div(start, jnp.int32(size))
+        last = jnp.where(start < stop, ceil_div(stop, size), block)
+        state = lax.fori_loop(block, last, lambda i, s: advance(i, s, start, stop), state)
+        place = jnp.where(is_first, refs["saved"][row], target)
+        is_stored = is_run & ((middle > begin) | ~is_first)
+        plt.store(
+            state_at(refs["states"], jnp.maximum(place, 0)), state, mask=is_inside & is_stored
+        )
+        return state
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(2), pass_side, state)
+
+
+def pieces(rows: StateRows, tokens: int) -> jax.Array:
+    """Number the pieces of a step, which are the tokens of a row on one side of its border.
+
+    Args:
+        rows: tokens and places of each row.
+        tokens: tokens of all rows and of the padding.
+
+    Returns:
+        i32[tokens] number of each token's piece, -1 for padding.
+    """
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    row = (rows.query_start[None] <= token[:, None]).sum(axis=1, dtype=jnp.int32) - 1
+    count = len(rows.source)
+    is_padding = (row < 0) | (row >= count)
+    row = jnp.clip(row, 0, count - 1)
+    is_padding |= rows.target[row] < 0
+    is_after = token - rows.query_start[row] >= rows.border[row]
+    return jnp.where(is_padding, -1, 2 * row + is_after.astype(jnp.int32))
+
+
+def recurrence(
+    mixed: jax.Array,
+    gates: jax.Array,
+    states: jax.Array,
+    constants: jax.Array,
+    rows: StateRows,
+    options: DeltaOptions | Mamba2Options,
+    case: StateCase,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute ``gated_delta`` or ``mamba2`` with Triton, and return the results and new states.
+
+    Arguments are as in ``pallas_kernels.gated_delta`` and ``pallas_kernels.mamba2``, with the
+    `case` of the call. `interpret` runs the kernels as plain JAX.
+
+    Returns:
+        y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states.
+    """
+    config = ChunkConfig.of(case)
+    dtype = case.product_dtype
+    spec = ChunkSpec(options, config.block_tokens, config.columns, dtype, interpret)
+    tokens, heads = len(mixed), options.heads
+    blocks = -(-tokens // spec.block)
+    lines = blocks * spec.block
+    matrix = jax.ShapeDtypeStruct((heads, lines, spec.block), spec.compute_dtype)
+    outputs = {"inner": matrix} | ({"inverse": matrix} if spec.is_delta else {})
+    outputs["factors"] = jax.ShapeDtypeStruct((heads, FACTORS, lines), jnp.float32)
+    outputs["y"] = jax.ShapeDtypeStruct((tokens, heads, options.outputs), mixed.dtype)
+    operands = {"mixed": mixed, "gates": gates, "constants": constants}
+    operands["pieces"] = pieces(rows, tokens)
+    name = "gated_delta" if spec.is_delta else "mamba2"
+    results = pl.pallas_call(
+        functools.partial(_within_kernel, names=(*operands, *outputs), spec=spec),
+        grid=(blocks, heads),
+        out_shape=tuple(outputs.values()),
+        compiler_params=plt.CompilerParams(num_warps=config.block_warps, num_stages=1),
+        interpret=interpret,
+        name=f"{name}_blocks",
+    )(*operands.values())
+    within = dict(zip(outputs, results, strict=True))
+    y = within.pop("y")
+    operands = {"mixed": mixed, **within, "starts": rows.query_start}
+    operands |= {"source": rows.source, "target": rows.target}
+    operands |= {"border": rows.border, "saved": rows.saved}
+    operands |= {} if spec.is_delta else {"constants": constants}
+    names = (*operands, "states_before", "y_before", "states", "y")
+    place = len(operands)
+    states, y = pl.pallas_call(
+        functools.partial(_across_kernel, names=names, spec=spec),
+        grid=(spec.parts, heads, len(rows.source)),
+        out_shape=(
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+            jax.ShapeDtypeStruct(y.shape, y.dtype),
+        ),
+        input_output_aliases={place: 0, place + 1: 1},
+        compiler_params=plt.CompilerParams(
+            num_warps=config.row_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name=f"{name}_rows",
+    )(*operands.values(), states, y)
+    return y, states
+
+
+gated_delta = mamba2 = recurrence
