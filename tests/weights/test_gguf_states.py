@@ -296,6 +296,15 @@ def test_metadata_that_no_model_has_is_refused(files, name, metadata, named):
         gguf_config(file)
 
 
+@pytest.mark.parametrize("name", ["granitehybrid", "falcon-h1", "mamba2"])
+def test_further_architectures_with_states_are_refused_by_name(files, name):
+    file = files["nemotron_h"]
+    file = replace(file, metadata={**file.metadata, "general.architecture": name})
+    allowed = rf"general\.architecture is '{name}'; allowed: .*lfm2moe.*nemotron_h_moe"
+    with pytest.raises(UnsupportedModel, match=allowed):
+        gguf_config(file)
+
+
 def test_neutral_values_change_nothing(files):
     for name, metadata in (
         ("nemotron_h_moe", {"expert_gating_func": 2}),
