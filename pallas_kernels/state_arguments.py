@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.devices import DeviceLimits
+if TYPE_CHECKING:
+    from pallas_kernels.devices import DeviceLimits
 
 
 class StateRows(NamedTuple):
