@@ -116,7 +116,7 @@ LETTERS = {LINEAR: "M", "moe": "E", FULL: "*", "mlp": "-", "mamba": "M", "attent
 def levels(kind: Type) -> tuple[np.ndarray, np.ndarray] | None:
     """Return values that `kind` holds exactly in any order, and the share of each in a tensor."""
     if kind == Type.Q8_0:  # half of the values are the largest, by which a block is scaled
-        values = np.float32(np.round(np.arange(-6, 7) * 127 / 6)) / 2**10
+        values = np.round(np.arange(-6, 7) * 127 / 6).astype(np.float32) / 2**10
         return values, np.where(np.abs(np.arange(-6, 7)) == 6, 0.25, 0.5 / 11)
     if kind == Type.Q4_K:
         return np.arange(-8, 8, dtype=np.float32) / 64, np.full(16, 1 / 16)
@@ -127,7 +127,7 @@ def q4_k_blocks(values: np.ndarray) -> np.ndarray:
     """Pack multiples of 1/64 from -8 to 7 as Q4_K, which the package gguf does not write."""
     codes = np.uint8(values * 64 + 8).reshape(*values.shape[:-1], -1, 4, 2, 32)
     blocks = np.empty((*codes.shape[:-3], 144), np.uint8)
-    blocks[..., :4] = np.float16([1 / 64, 1 / 64]).view(np.uint8)
+    blocks[..., :4] = np.array([1 / 64, 1 / 64], np.float16).view(np.uint8)
     # Scales of 1 and minima of 8 of eight runs, in 6 bits each.
     blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16] = 1, 8, 1 | 8 << 4
     blocks[..., 16:] = (codes[..., 0, :] | codes[..., 1, :] << 4).reshape(*codes.shape[:-3], 128)

@@ -261,6 +261,8 @@ def test_a_missing_key_is_named(files, name):
 REFUSED: list[tuple[str, Metadata, str]] = [
     ("lfm2", {"attention.head_count_kv": np.array([2, 0, 3])}, "head_count_kv.*all equal"),
     ("lfm2", {"attention.head_count_kv": np.array([np.inf, 0, np.inf])}, "num_key_value_heads"),
+    ("lfm2moe", {"expert_gating_func": 1}, "expert_gating_func is 1; allowed: 2"),
+    ("lfm2moe", {"expert_weights_scale": 2.0}, "expert_weights_scale is 2.0; allowed: 0.0 or 1.0"),
     ("lfm2", {"attention.causal": False}, "attention.causal is False"),
     ("lfm2", {"attention.sliding_window": 16}, "does not know lfm2.attention.sliding_window"),
     ("lfm2", {"shortconv.l_cache": 1}, "conv_L_cache is 1"),
@@ -294,16 +296,27 @@ def test_metadata_that_no_model_has_is_refused(files, name, metadata, named):
         gguf_config(file)
 
 
+@pytest.mark.parametrize("name", ["granitehybrid", "falcon-h1", "mamba2"])
+def test_further_architectures_with_states_are_refused_by_name(files, name):
+    file = files["nemotron_h"]
+    file = replace(file, metadata={**file.metadata, "general.architecture": name})
+    allowed = rf"general\.architecture is '{name}'; allowed: .*lfm2moe.*nemotron_h_moe"
+    with pytest.raises(UnsupportedModel, match=allowed):
+        gguf_config(file)
+
+
 def test_neutral_values_change_nothing(files):
     for name, metadata in (
         ("nemotron_h_moe", {"expert_gating_func": 2}),
         ("qwen35moe", {"expert_weights_norm": True, "expert_gating_func": 1}),
-        ("qwen35", {"attention.recurrent_layers": None, "full_attention_interval": 4}),
+        ("qwen35", {"attention.recurrent_layers": None, "full_attention_interval": 3}),
         ("qwen35", {"rope.scaling.type": "none"}),
     ):
         file = with_metadata(files[name], metadata)
-        layers = 0 if metadata.get("full_attention_interval") else 1
-        assert gguf_config(file).num_page_layers == layers
+        config = gguf_config(file)
+        last = 2 if metadata.get("full_attention_interval") else None
+        assert config.num_page_layers == 1
+        assert last is None or config.has_pages(last)
 
 
 @pytest.mark.parametrize(
