@@ -23,7 +23,6 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels import ConvOptions, DeltaOptions, Mamba2Options, StateRows
-from pallas_kernels.state_case import StateCase
 from scripts.gpu import models as gpu_models
 from scripts.gpu.cases import (
     KERNELS,
@@ -35,6 +34,7 @@ from scripts.gpu.cases import (
     QuantizedCase,
     QuantizedGroupedCase,
     RecurrentCase,
+    StateCase,
     StepCase,
     case_lists,
 )
