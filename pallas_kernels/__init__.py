@@ -72,14 +72,21 @@ from pallas_kernels.quantized_grouped_matmul import quantized_grouped_matmul
 from pallas_kernels.quantized_matmul import dequantize, output_major_matmul, quantized_matmul
 from pallas_kernels.row_arguments import Activation, NormOptions
 from pallas_kernels.row_ops import DrawSettings, draw, gated, has_draw, row_sums, sigmoid, softmax
-from pallas_kernels.state_arguments import ConvOptions, DeltaOptions, Mamba2Options, StateRows
-from pallas_kernels.states import causal_conv, gated_delta, mamba2
+from pallas_kernels.state_arguments import (
+    ConvOptions,
+    ConvWeights,
+    DeltaOptions,
+    Mamba2Options,
+    StateRows,
+)
+from pallas_kernels.states import causal_conv, conv_recurrence, gated_delta, mamba2
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Activation",
     "AttentionOptions",
     "ConvOptions",
+    "ConvWeights",
     "DeltaOptions",
     "DrawSettings",
     "Mamba2Options",
@@ -94,6 +101,7 @@ __all__ = [
     "block_product",
     "causal_conv",
     "check_page_table",
+    "conv_recurrence",
     "dequantize",
     "device_sum_limit",
     "draw",

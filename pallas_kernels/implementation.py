@@ -16,7 +16,7 @@ from typing import Any
 from pallas_kernels.arguments import FP8, FP8_BITS, INT8, Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, target_device
 from pallas_kernels.row_arguments import ProductCase, RowsCase
-from pallas_kernels.state_arguments import StateCase
+from pallas_kernels.state_case import StateCase
 
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "triton", "triton_interpret", "llvm", "xla")
 """Names accepted everywhere. "triton_interpret" runs the Triton kernels on any device, slowly."""
@@ -55,9 +55,18 @@ KERNELS: Mapping[tuple[str, str], Mapping[str, str]] = MappingProxyType(
         ("gated_delta", "gpu"): {"triton": "gpu.triton_state_chunks", "xla": "reference"},
         ("mamba2", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
         ("mamba2", "gpu"): {"triton": "gpu.triton_state_chunks", "xla": "reference"},
+        # Steps of one token per row.
+        ("conv_step", "cpu"): {"llvm": "cpu.causal_conv", "xla": "reference"},
+        ("conv_step", "gpu"): {"triton": "gpu.triton_states", "xla": "reference"},
+        ("conv_recurrence", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
+        ("conv_recurrence", "gpu"): {"triton": "gpu.triton_states", "xla": "reference"},
     }
 )
-FUNCTIONS = {"ragged": "ragged_paged_attention", "decode": "paged_decode_attention"}
+FUNCTIONS = {
+    "ragged": "ragged_paged_attention",
+    "decode": "paged_decode_attention",
+    "conv_step": "causal_conv",
+}
 """Names of the functions in these modules, if they differ from the name of the operation."""
 
 AnyCase = Case | GroupedCase | RowsCase | ProductCase | StateCase
@@ -74,7 +83,13 @@ LLVM_WRITES = (
 """Dtypes of queries and pages that the CPU kernel of ``rope_kv_write`` supports."""
 MAX_GROUP = 16
 MAX_NORM_WIDTH = 32768  # a program holds a row in registers
-MOST_OF_STATES = {"causal_conv": 16, "gated_delta": 256, "mamba2": 256}
+MOST_OF_STATES = {
+    "causal_conv": 16,
+    "conv_step": 16,
+    "gated_delta": 256,
+    "mamba2": 256,
+    "conv_recurrence": 512,
+}
 """Most taps of a convolution and most inputs of a head, of which a program holds every one."""
 MOST_ROWS, FEW_ROWS, FEW_OUTPUTS = 256, 64, 2048
 """From more rows on, XLA's products are faster. FEW_ROWS applies to products in parts with many
@@ -165,7 +180,7 @@ def _triton_limit(case: AnyCase) -> str | None:
         if isinstance(case, RowsCase) and case.op == "add_norm" and case.D > MAX_NORM_WIDTH:
             return f"x has D = {case.D}; allowed: 1 to {MAX_NORM_WIDTH}"
         if isinstance(case, StateCase) and case.size > (most := MOST_OF_STATES[case.op]):
-            what = "taps" if case.op == "causal_conv" else "inputs of a head"
+            what = "taps" if case.op in ("causal_conv", "conv_step") else "inputs of a head"
             return f"the operation has {case.size} {what}; allowed: 1 to {most}"
         return None
     if case.S not in KERNEL_PAGE_SIZES:

@@ -26,7 +26,13 @@ from pallas_kernels.arguments import (
 )
 from pallas_kernels.qkv_arguments import QkvOptions
 from pallas_kernels.row_arguments import Activation, NormOptions
-from pallas_kernels.state_arguments import ConvOptions, DeltaOptions, Mamba2Options, StateRows
+from pallas_kernels.state_arguments import (
+    ConvOptions,
+    ConvWeights,
+    DeltaOptions,
+    Mamba2Options,
+    StateRows,
+)
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn. Larger numbers are clipped to it when they are stored."""
@@ -419,6 +425,25 @@ def mamba2(
 
     y, states = _scanned(advance, states, rows, (c, b, x, steps, decay))
     return y.astype(mixed.dtype), states
+
+
+def conv_recurrence(
+    mixed: jax.Array,
+    gates: jax.Array,
+    states: tuple[jax.Array, jax.Array],
+    weights: ConvWeights,
+    constants: jax.Array,
+    rows: StateRows,
+    options: DeltaOptions | Mamba2Options,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Convolve with SiLU, round to the dtype of `mixed`, and then apply the recurrence."""
+    weight, bias = weights
+    mixed, conv = causal_conv(mixed, states[0], weight, bias, rows, ConvOptions("silu"))
+    if isinstance(options, DeltaOptions):
+        y, state = gated_delta(mixed, gates, states[1], constants, rows, options)
+    else:
+        y, state = mamba2(mixed, gates, states[1], constants, rows, options)
+    return y, (conv, state)
 
 
 def _parts(

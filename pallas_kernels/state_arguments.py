@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
-
-from pallas_kernels.devices import DeviceLimits
 
 
 class StateRows(NamedTuple):
@@ -22,6 +19,9 @@ class StateRows(NamedTuple):
         border: i32[R] number of the row's tokens after which the state is also stored at `saved`. 0
             for no such point.
         saved: i32[R] place of the state at the border.
+        spare: i32[] place that no row has, whose states are zeros. In a step of few rows, programs
+            of a GPU count there which of them is the last, and leave zeros. None if no such place
+            exists.
     """
 
     query_start: jax.Array
@@ -29,6 +29,19 @@ class StateRows(NamedTuple):
     target: jax.Array
     border: jax.Array
     saved: jax.Array
+    spare: jax.Array | None = None
+
+
+class ConvWeights(NamedTuple):
+    """Weights of a causal convolution.
+
+    Attributes:
+        weight: [W,C], the weight of the newest token last.
+        bias: [C] or None.
+    """
+
+    weight: jax.Array
+    bias: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -103,35 +116,3 @@ class Mamba2Options(RecurrenceSizes):
         """Offsets of queries, keys and values within a token's numbers."""
         values = self.heads * self.outputs
         return values + self.groups * self.inputs, values, 0
-
-
-@dataclass(frozen=True)
-class StateCase:
-    """Sizes and dtype of an operation with a state per sequence, to choose its implementation.
-
-    Attributes:
-        op: "causal_conv", "gated_delta" or "mamba2".
-        device: the device that the code is compiled for.
-        dtype: dtype of the tokens' numbers.
-        tokens: number of tokens, padding included.
-        size: taps of a convolution, or size of a query or key.
-    """
-
-    op: str
-    device: DeviceLimits
-    dtype: jnp.dtype
-    tokens: int
-    size: int
-
-    @property
-    def platform(self) -> str:
-        return self.device.platform
-
-    @property
-    def product_dtype(self) -> jnp.dtype:
-        """Dtype of the operands of products: bfloat16 for bfloat16, otherwise float32.
-
-        Keys are not normalized before the products, and states have no bounds, so float16 would
-        overflow.
-        """
-        return jnp.dtype(jnp.bfloat16 if self.dtype == jnp.bfloat16 else jnp.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,14 @@ from pallas_kernels.devices import target_device
 from pallas_kernels.implementation import choose, kernel
 from pallas_kernels.state_arguments import (
     ConvOptions,
+    ConvWeights,
     DeltaOptions,
     Mamba2Options,
-    StateCase,
     StateRows,
 )
+from pallas_kernels.state_case import StateCase
 
-NO_CONV_OPTIONS = ConvOptions()
+NO_CONV_OPTIONS, SILU = ConvOptions(), ConvOptions("silu")
 STATE_DTYPES = (jnp.float32, jnp.float64)
 
 
@@ -35,6 +37,7 @@ def causal_conv(
     rows: StateRows,
     options: ConvOptions = NO_CONV_OPTIONS,
     *,
+    one_token: bool = False,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Convolve each channel over a row's tokens and the inputs that its state holds.
@@ -47,13 +50,15 @@ def causal_conv(
         bias: [C] or None.
         rows: tokens and places of each row.
         options: of the convolution.
+        one_token: whether row r has token r alone, or is padding.
         implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,C] of x's dtype, zeros for padding, and the new states. The computation is in the dtype
         of the states.
     """
-    run = _chosen("causal_conv", x, states, len(weight), implementation)
+    op = _step_of("conv_step", x, rows) if one_token else "causal_conv"
+    run = _chosen(op, x, states, len(weight), implementation)
     return run(x, states, weight, bias, rows, options)
 
 
@@ -118,9 +123,62 @@ def mamba2(
     return run(mixed, steps, states, constants, rows, options)
 
 
+def conv_recurrence(
+    mixed: jax.Array,
+    gates: jax.Array,
+    states: tuple[jax.Array, jax.Array],
+    weights: ConvWeights,
+    constants: jax.Array,
+    rows: StateRows,
+    options: DeltaOptions | Mamba2Options,
+    *,
+    one_token: bool = False,
+    implementation: str = "auto",
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Convolve the numbers of each token, with SiLU, and then apply a recurrence to each row.
+
+    This is ``causal_conv`` and after it ``gated_delta`` or ``mamba2``, by the type of `options`. On
+    a GPU a step of one token per row is one launch.
+
+    Args:
+        mixed: [T,M] queries, keys and values of all heads, in the order of the recurrence.
+        gates: the gates of ``gated_delta``, or the steps of ``mamba2``.
+        states: states of the convolution [N,W-1,M] and of the recurrence, with the same places. In
+            place if donated.
+        weights: of the convolution of M channels.
+        constants: of the recurrence.
+        rows: tokens and places of each row.
+        options: sizes of the recurrence.
+        one_token: whether row r has token r alone, or is padding.
+        implementation: "auto", or one of ``IMPLEMENTATIONS``.
+
+    Returns:
+        y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
+        convolution is rounded to the dtype of `mixed`.
+    """
+    conv, state = states
+    if one_token:
+        op = _step_of("conv_recurrence", mixed, rows)
+        run = _chosen(op, mixed, state, options.inputs, implementation)
+        return run(mixed, gates, states, weights, constants, rows, options)
+    weight, bias = weights
+    mixed, conv = causal_conv(mixed, conv, weight, bias, rows, SILU, implementation=implementation)
+    op = "gated_delta" if isinstance(options, DeltaOptions) else "mamba2"
+    run = _chosen(op, mixed, state, options.inputs, implementation)
+    y, state = run(mixed, gates, state, constants, rows, options)
+    return y, (conv, state)
+
+
+def _step_of(op: str, x: jax.Array, rows: StateRows) -> str:
+    tokens, count = len(x), len(rows.target)
+    if tokens != count:
+        raise ValueError(f"x has T = {tokens} tokens; expected one for each of {count} rows")
+    return op
+
+
 def _chosen(
     op: str, x: jax.Array, states: jax.Array, size: int, implementation: str
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
+) -> Callable[..., Any]:
     """Return the implementation of an operation for tokens x and their states.
 
     Raises:

@@ -179,7 +179,7 @@ def _cells(plan: Any) -> dict[str, str]:
         "temporaries": _size(plan.step_bytes),
     }
     if plan.states is not None:
-        cells["state of a sequence"] = f"{plan.state_bytes / 2**20:.2f} MiB"
+        cells["state of a sequence"] = _size(plan.state_bytes)
         cells["equal to tokens"] = f"{plan.state_tokens:,}"
     step = plan.step_seconds
     prefixes = {} if plan.states is None else {"snapshots of prefixes": f"{plan.num_snapshots:,}"}
@@ -202,4 +202,7 @@ def _cells(plan: Any) -> dict[str, str]:
 def _size(count: float) -> str:
     if count >= 1 << 60:  # of a host that does not say
         return "unknown"
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB")):
+        if count >= unit / 10:
+            return f"{count / unit:.1f} {name}"
+    return f"{count / 2**10:.1f} KiB" if count else "0.0 MiB"

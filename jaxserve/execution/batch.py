@@ -314,6 +314,8 @@ def state_rows(batch: StepBatch[jax.Array], null_slot: int) -> StateRows:
         target=jnp.where(batch.slots == null_slot, -1, batch.slots),
         border=jnp.where(is_here, tokens, 0),
         saved=saved,
+        # No row writes the states of the null slot, so they are zeros.
+        spare=jnp.asarray(null_slot, jnp.int32),
     )
 
 

@@ -46,8 +46,9 @@ PROJECTIONS: Mapping[LogicalAxes, int] = MappingProxyType(
         # Attention with gates.
         ("embed", "kv_heads", "group", "gate_up", "head_dim"): 1,
         ("embed", "kv_heads", "gate_up", "head_dim"): 1,
-        # Latent attention.
+        # Latent attention, and experts in fewer dimensions.
         ("embed", "latent"): 1,
+        ("latent", "embed"): 1,
         ("latent", "kv_heads", "head_dim"): 1,
         ("embed", "kv_heads", "head_dim"): 1,
         ("kv_heads", "head_dim", "embed"): 2,
@@ -85,7 +86,8 @@ class PlacedWeight:
             `cpu.panels.rows_in_order` (codes), or of `cpu.blocks.panel_shape`.
         scales: [groups, O] of codes. In panels, 16-bit scales are stored as their bits in uint16.
         zeros: zero points, or minima if their dtype is a float, if the format has them.
-        order: the input of each row of codes, if rows have been sorted by group.
+        order: the input of each row of codes, or of each column of blocks, if they are not in
+            order.
         form: "int8", "fp8" or "int4" for codes, the name of a GGUF block format, or `FULL`.
         inputs: I, without padding.
         outputs: the shape of the outputs in the model, with product O.

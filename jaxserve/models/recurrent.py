@@ -16,23 +16,21 @@ from jaxserve.models.layers import Norm
 from jaxserve.models.linear import accumulator, constant, matmul, value_of, weight
 from jaxserve.models.paged import LogicalAxes, LogicalAxis, PagedStep, States
 from pallas_kernels import (
-    ConvOptions,
+    ConvWeights,
     DeltaOptions,
     Mamba2Options,
     causal_conv,
+    conv_recurrence,
     gated,
-    gated_delta,
-    mamba2,
 )
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 # All layers call these jitted functions, so a larger program traces each once.
-_causal_conv = jax.jit(causal_conv, static_argnames="options")
-_gated_delta = jax.jit(gated_delta, static_argnames="options")
-_mamba2 = jax.jit(mamba2, static_argnames="options")
-SILU = ConvOptions("silu")
+_STATIC = ("options", "one_token", "implementation")
+_causal_conv = jax.jit(causal_conv, static_argnames=_STATIC)
+_conv_recurrence = jax.jit(conv_recurrence, static_argnames=_STATIC)
 
 
 class ShortConv(nnx.Module):
@@ -64,8 +62,11 @@ class ShortConv(nnx.Module):
         parts = matmul(x, self.into[...], bias=value_of(self.into_bias))  # [T, 3, C]
         before, after, inputs = parts[:, 0], parts[:, 1], parts[:, 2]
         bias = None if self.taps_bias is None else self.taps_bias[...][0]
+        operands = before * inputs, states[0], self.taps[...][:, 0], bias, step.state_rows
         y, state = _causal_conv(
-            before * inputs, states[0], self.taps[...][:, 0], bias, step.state_rows
+            *operands,
+            one_token=step.decode_only,
+            implementation=step.others,
         )
         y = matmul(after * y, self.out[...], bias=value_of(self.out_bias), split=self.split)
         return y, (state,)
@@ -108,12 +109,8 @@ class GatedDelta(nnx.Module):
     ) -> tuple[Float[Array, "T D"], States]:
         """Return the result for each token, and the states with the tokens of this step."""
         assert step.state_rows is not None
-        conv, state = states
         mixed, gate = self._projected(x)
-        mixed, conv = _causal_conv(
-            mixed, conv, self.taps[...][:, 0], None, step.state_rows, options=SILU
-        )
-        heads, outputs = state.shape[1], self.sizes.outputs
+        heads, outputs = states[1].shape[1], self.sizes.outputs
         sizes = DeltaOptions(
             heads // (self.sizes.heads // self.sizes.groups),
             heads,
@@ -122,12 +119,17 @@ class GatedDelta(nnx.Module):
             strength=self.sizes.strength,
         )
         gates = matmul(x, self.gates[...]).reshape(len(x), 2, heads)
-        y, state = _gated_delta(
-            mixed, gates, state, self.constants[...], step.state_rows, options=sizes
+        weights = ConvWeights(self.taps[...][:, 0])
+        operands = mixed, gates, states, weights, self.constants[...], step.state_rows
+        y, states = _conv_recurrence(
+            *operands,
+            options=sizes,
+            one_token=step.decode_only,
+            implementation=step.others,
         )
         y = self.norm(y).reshape(len(x), -1)
         y = gated(jnp.stack([gate, y], axis=1), "silu", x.dtype)
-        return matmul(y, self.out[...], split=self.split), (conv, state)
+        return matmul(y, self.out[...], split=self.split), states
 
     def _projected(
         self, x: Float[Array, "T D"]
@@ -183,7 +185,6 @@ class Mamba2(nnx.Module):
     ) -> tuple[Float[Array, "T D"], States]:
         """Return the result for each token, and the states with the tokens of this step."""
         assert step.state_rows is not None
-        conv, state = states
         gate, mixed, steps = (
             matmul(x, part[...], bias=None if bias is None else bias[...][0])
             for part, bias in (
@@ -192,21 +193,25 @@ class Mamba2(nnx.Module):
                 (self.steps, self.steps_bias),
             )
         )
-        heads = state.shape[1]
+        heads = states[1].shape[1]
         groups = heads // (self.sizes.heads // self.sizes.groups)
         if self.sizes.factors:
             gate, mixed, steps = self._scaled(gate, mixed, steps, heads, groups)
         taps_bias = None if self.taps_bias is None else self.taps_bias[...][0]
-        mixed, conv = _causal_conv(
-            mixed, conv, self.taps[...][:, 0], taps_bias, step.state_rows, options=SILU
-        )
         sizes = Mamba2Options(
             groups, heads, self.sizes.inputs, self.sizes.outputs, self.sizes.least, self.sizes.most
         )
-        y, state = _mamba2(mixed, steps, state, self.constants[...], step.state_rows, options=sizes)
+        weights = ConvWeights(self.taps[...][:, 0], taps_bias)
+        operands = mixed, steps, states, weights, self.constants[...], step.state_rows
+        y, states = _conv_recurrence(
+            *operands,
+            options=sizes,
+            one_token=step.decode_only,
+            implementation=step.others,
+        )
         y = self._gated(gate, y.reshape(len(x), groups, -1)).astype(x.dtype)
         bias = value_of(self.out_bias)
-        return matmul(y, self.out[...], bias=bias, split=self.split), (conv, state)
+        return matmul(y, self.out[...], bias=bias, split=self.split), states
 
     def _scaled(
         self,

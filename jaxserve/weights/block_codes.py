@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from jaxserve.weights.gguf.blocks import as_float16
@@ -20,7 +22,8 @@ def codes_of(rows: HostMatrix) -> HostMatrix:
     """
     format_ = FORMATS[rows.form]
     if is_shape(rows.values):
-        return described_codes(rows.form, (rows.inputs, rows.values.shape[0]))
+        shape = rows.inputs, rows.values.shape[0]
+        return replace(described_codes(rows.form, shape), order=rows.order)
     fields = {
         name: rows.values[..., place.start : place.start + place.count * place.item]
         for name, place in format_.fields.items()
@@ -52,7 +55,7 @@ def codes_of(rows: HostMatrix) -> HostMatrix:
         turned(values if is_int4 else values.view(np.int8)),
         turned(scales),
         None if minima is None else turned(minima),
-        None,
+        rows.order,
         format_.run,
     )
 

@@ -106,7 +106,7 @@ class BlockMatrices:
         assert isinstance(entry, GgufTensor)
         # In the order of outputs of the Hugging Face checkpoint, not of llama.cpp.
         rows = entry.in_order(read_rows(entry))
-        return self._converted(HostMatrix(entry.encoding.name, rows))
+        return self._converted(HostMatrix(entry.encoding.name, rows, order=entry.input_order))
 
     def _experts(
         self, parts: Sequence[WeightName], shape: tuple[int, ...]
@@ -132,7 +132,8 @@ class BlockMatrices:
     def _described(self, entry: TensorEntry, inputs: int, outputs: int) -> HostMatrix:
         form = _form_that_stays(entry, on_cpu=True)
         assert form is not None  # `block_parts` has found it
-        return self._converted(HostMatrix.described(form, (inputs, outputs)))
+        order = entry.input_order if isinstance(entry, GgufTensor) else None
+        return self._converted(HostMatrix.described(form, (inputs, outputs), order=order))
 
     def _converted(self, rows: HostMatrix) -> HostMatrix:
         return rows if self.on_cpu else codes_of(rows)
@@ -190,6 +191,6 @@ def _form_that_stays(entry: TensorEntry, on_cpu: bool) -> str | None:
         return stacked_form(entry) if on_cpu else None
     if isinstance(entry, JoinedTensor):
         return stacked_form(entry)
-    if not isinstance(entry, GgufTensor) or len(entry.shape) != 2 or entry.added:
+    if not isinstance(entry, GgufTensor) or len(entry.shape) != 2 or entry.restore:
         return None
     return entry.encoding.name if entry.encoding.name in FORMATS else None

@@ -98,13 +98,15 @@ def _cut_matrix(weight: PlacedWeight, chosen: _Chosen, path: str) -> PlacedWeigh
     Raises:
         UnsupportedModel: see `cut`.
     """
-    if weight.layout == "block_panels":
-        return _cut_blocks(weight, chosen, path)
+    is_blocks = weight.layout == "block_panels"
     if weight.order is not None and len(chosen.inputs) < weight.inputs:
         raise UnsupportedModel(
-            f"{path}: its inputs are sorted by group (desc_act), and tensor_parallel_size would "
-            "cut them; allowed: 1, or a checkpoint without desc_act"
+            f"{path}: its inputs are sorted by group (desc_act) or by value head (GGUF), and "
+            "tensor_parallel_size would cut them; allowed: 1, a checkpoint without desc_act, or "
+            "a dtype, which widens a file's blocks"
         )
+    if is_blocks:
+        return replace(_cut_blocks(weight, chosen, path), order=weight.order)
     assert weight.scales is not None
     rows, of_groups = slice(None), slice(None)
     if len(chosen.inputs) < weight.inputs:

@@ -33,7 +33,8 @@ class HostMatrix:
         scales: [groups, O] of codes, otherwise None.
         zeros: [groups, O], zero points as uint8, or minima (the values of code 0) as floats. None
             means zero points of 8 for int4.
-        order: i32[I], the input of each row of codes. None if the inputs are in order.
+        order: i32[I], the input of each row of codes, or of each column of blocks. None if the
+            inputs are in order.
         group: number of inputs that share a scale. The last group may be shorter.
     """
 
@@ -67,7 +68,7 @@ class HostMatrix:
         inputs, outputs = shape
         if form in FORMATS:
             shape_of_blocks = outputs, inputs // FORMATS[form].size, FORMATS[form].num_bytes
-            return cls(form, _shape(shape_of_blocks, np.uint8))
+            return cls(form, _shape(shape_of_blocks, np.uint8), order=order)
         if form == FULL:
             return cls(form, _shape(shape, np.float32))
         groups = -(-inputs // group)
@@ -168,12 +169,12 @@ class HostMatrix:
             outputs: shape of the outputs in the model.
             dtype: dtype in which weights of blocks are returned as columns.
         """
-        if self.is_blocks:
-            weight = block_panels(self.form, self.inputs, outputs, dtype)
-            return weight if is_shape(self.values) else filled_blocks(weight, [self.values])
         scales, zeros, order = (cast(Any, part) for part in (self.scales, self.zeros, self.order))
         if is_shape(self.values) and order is not None:
             order = _shape(order.shape, order.dtype)
+        if self.is_blocks:
+            weight = replace(block_panels(self.form, self.inputs, outputs, dtype), order=order)
+            return weight if is_shape(self.values) else filled_blocks(weight, [self.values])
         return PlacedWeight(self._packed(), scales, zeros, order, self.form, self.inputs, outputs)
 
     def _packed(self) -> Any:

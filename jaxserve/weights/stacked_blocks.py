@@ -97,7 +97,7 @@ def read_rows(entry: GgufTensor) -> np.ndarray:
     with closing(SharedFile()) as file:
         for first in range(0, outputs, step):
             last = min(first + step, outputs)
-            raw = entry.read_bytes(first, last, None, file)
+            raw = entry.read_stored(first, last, None, file)
             whole[first:last] = rows_of_blocks(raw.reshape(last - first, blocks, -1), form)
     return _checked(whole, form, entry)
 

@@ -140,7 +140,7 @@ def causal_conv(
     kernel = CausalConv(x.dtype.name, len(weight), options, bias is not None)
     biases = [] if bias is None else [bias.astype(x.dtype)]
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, states)]
-    operands = x, states, weight.astype(x.dtype), *biases, *rows
+    operands = x, states, weight.astype(x.dtype), *biases, *rows[:ROWS]
     y, states = jax.ffi.ffi_call(registered(kernel), results, input_output_aliases={1: 1})(
         *operands
     )

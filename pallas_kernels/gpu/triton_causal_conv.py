@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.gpu.triton_tile import power_of_two, spread
-from pallas_kernels.state_arguments import ConvOptions, StateCase, StateRows
+from pallas_kernels.state_arguments import ConvOptions, StateRows
+from pallas_kernels.state_case import StateCase
 
 BLOCK, CHANNELS = 32, 128
 """Tokens and channels of a program. They were not timed."""

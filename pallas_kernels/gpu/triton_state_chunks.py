@@ -31,7 +31,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.gpu.triton_tile import Parts, ceil_div, power_of_two, spread
-from pallas_kernels.state_arguments import DeltaOptions, Mamba2Options, StateCase, StateRows
+from pallas_kernels.state_arguments import DeltaOptions, Mamba2Options, StateRows
+from pallas_kernels.state_case import StateCase
 
 
 @dataclasses.dataclass(frozen=True)

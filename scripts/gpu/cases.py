@@ -206,6 +206,53 @@ def quantized_grouped_cases() -> list[QuantizedGroupedCase]:
     return found
 
 
+RECURRENT_KERNELS = ("conv_step", "recurrence_step")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentCase:
+    """Decode of a layer with a state per sequence, in the sizes of a model.
+
+    Attributes:
+        kind: "conv" (a convolution alone), "delta" or "mamba2".
+        sizes: channels of the convolution alone, or groups, heads, inputs and outputs.
+        width: taps of the convolution.
+    """
+
+    kind: str
+    model: str
+    rows: int
+    sizes: tuple[int, ...]
+    width: int = 4
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        return f"recurrent {self.kind} {self.dtype} {self.model} {self.rows} rows"
+
+
+def recurrent_cases() -> list[RecurrentCase]:
+    """List decodes of few and of many rows, of every kind of layer, in sizes of models."""
+    models: tuple[tuple[str, str, tuple[int, ...], int], ...] = (
+        ("conv", "LFM2-350M", (1024,), 3),
+        ("delta", "Qwen3.5-0.8B", (16, 16, 128, 128), 4),
+        ("delta", "Qwen3.5-27B", (16, 48, 128, 128), 4),
+        ("mamba2", "Nemotron-Nano-4B", (8, 96, 128, 80), 4),
+        ("mamba2", "Granite-4.0-H-Small", (1, 128, 128, 64), 4),
+    )
+    found = [
+        RecurrentCase(kind, model, rows, sizes, width)
+        for kind, model, sizes, width in models
+        for rows in (1, 64)
+    ]
+    return [
+        *found,
+        RecurrentCase("delta", "Qwen3.5-0.8B", 64, (16, 16, 128, 128), dtype="float32"),
+        RecurrentCase("delta", "uneven", 5, (2, 6, 96, 80), 7, "float16"),
+        RecurrentCase("mamba2", "wide", 5, (1, 4, 512, 48), 5),
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class StepCase:
     """Step of an 8B Llama to compile, whole as the engine traces it.
@@ -247,7 +294,7 @@ class StepCase:
 
 STEP_KERNELS = (
     *("split_attention", "split_plan", "ragged_attention", "kv_write", "add_norm", "greatest"),
-    *("matmul_in_parts", "gated_matmul", "quantized_matmul"),
+    *("matmul_in_parts", "gated_matmul", "quantized_matmul", *RECURRENT_KERNELS),
 )
 
 
@@ -261,14 +308,29 @@ def step_cases() -> list[StepCase]:
     ]
 
 
+def recurrent_steps(layers: int = 0) -> list[StepCase]:
+    """List decodes of models with states, of one row and of 64.
+
+    Args:
+        layers: of the model, at least 4, so that one of them has attention. 0 means all.
+    """
+    return [
+        StepCase(rows, rows, layers=layers and max(layers, 4), model=model)
+        for model in ("Qwen3.5 0.8B", "Nemotron Nano 4B")
+        for rows in (1, 64)
+    ]
+
+
 def long_cases() -> list[Any]:
     return [
         *cases(),
         *grouped_cases(),
         *quantized_cases(),
         *quantized_grouped_cases(),
+        *recurrent_cases(),
         *state_cases(),
         *step_cases(),
+        *recurrent_steps(),
     ]
 
 
@@ -299,7 +361,7 @@ def card_cases() -> list[Any]:
         found.append(experts)
         found += [QuantizedGroupedCase(form, experts) for form in ("int8", "fp8")]
         found.append(QuantizedGroupedCase("int4", experts, 32, "minima"))
-    return found
+    return [*found, *recurrent_cases()]
 
 
 def card_steps(dtype: str, layers: int) -> list[StepCase]:
@@ -357,7 +419,7 @@ def case_lists(which: str, capability: tuple[int, int]) -> list[Any]:
     if which == "short":
         return short_cases()
     halves = StepCase(32, 32, "float16", layers=layers)
-    return [*card_cases(), *card_steps("bfloat16", layers), halves]
+    return [*card_cases(), *card_steps("bfloat16", layers), halves, *recurrent_steps(layers)]
 
 
 def short_cases() -> list[Any]:
@@ -371,4 +433,5 @@ def short_cases() -> list[Any]:
         QuantizedCase("int4", "bfloat16", 16, 4096, 4096, 32, "minima"),
         experts,
         QuantizedGroupedCase("int4", experts, 32, "minima"),
+        RecurrentCase("delta", "Qwen3.5-0.8B", 64, (16, 16, 128, 128)),
     ]

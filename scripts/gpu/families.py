@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.gpu.models import ABSENT, LLAMA, ModelShape
+from scripts.gpu.models import ABSENT, LLAMA, ModelShape, RecurrentShape
 
 NO_WINDOW: dict[str, Any] = {"sliding_window": None}
 GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
@@ -66,3 +66,42 @@ FAMILIES = {
         },
     ),
 }
+
+NEMOTRON: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "layer_norm_epsilon": 1e-5,
+    "rms_norm_eps": ABSENT,
+    "rope_theta": ABSENT,
+    "hidden_act": ABSENT,
+    "mlp_hidden_act": "relu2",
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+}
+RECURRENT = {
+    "Qwen3.5 0.8B": RecurrentShape(
+        *("Qwen3_5ForCausalLM", 24, 1024, 8, 2, 256, 3584, 248320, True),
+        {"model_type": "qwen3_5_text", "linear_num_value_heads": 16},
+    ),
+    "Nemotron Nano 4B": RecurrentShape(
+        *("NemotronHForCausalLM", 42, 3136, 40, 8, 128, 12544, 131072, False),
+        {
+            **NEMOTRON,
+            "hybrid_override_pattern": "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
+            "mamba_num_heads": 96,
+            "mamba_head_dim": 80,
+        },
+    ),
+    "tiny hybrid": RecurrentShape(
+        *("NemotronHForCausalLM", 3, 64, 4, 2, 16, 128, 256, False),
+        {
+            **NEMOTRON,
+            "hybrid_override_pattern": "M*-",
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+        },
+    ),
+}
+"""Models with a state per sequence. The last one is for rehearsals."""

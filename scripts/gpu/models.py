@@ -84,6 +84,10 @@ class ModelShape:
             "torch_dtype": "bfloat16",
         }
         found |= self.fields
+        if pattern := found.get("hybrid_override_pattern"):
+            # A model of fewer layers has the first ones, and attention.
+            first = pattern[: self.L]
+            found["hybrid_override_pattern"] = first if "*" in first else f"{first[:-1]}*"
         return {name: value for name, value in found.items() if value is not ABSENT}
 
 
@@ -102,15 +106,41 @@ MODELS = {
 }
 
 
-def empty_words(T: int, R: int, context: int, num_steps: int = 1) -> np.ndarray:
+@dataclasses.dataclass(frozen=True)
+class RecurrentShape(ModelShape):
+    """Shape of a model that keeps a state per sequence in some layers."""
+
+    def floor(self, rows: int, tokens: int, context: int, copy: float, matmul: float) -> float:
+        """Compute least seconds of a decode of few rows, by the bytes that it reads and writes.
+
+        These are all weights, the states of each row twice, and keys and values.
+        """
+        config = parse_model_config(self.config())
+        weights = nnx.split(shapes_of_model(config, jnp.bfloat16, None, DeviceLayout(), RANDOM))[1]
+        read = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+        read -= 0 if self.tied else 2 * self.D * self.V  # an embedding, of which few rows are read
+        pages = 4 * context * config.num_page_layers * self.K * self.H
+        return (read + rows * (2 * config.state_bytes + pages)) / copy
+
+
+def empty_words(
+    T: int, R: int, context: int, num_steps: int = 1, keeps_states: bool = False
+) -> np.ndarray:
     """Pack a batch of padding in the shapes of a bucket, for ``context`` positions a row."""
     none = np.zeros(0, np.int32)
     plan = LaunchPlan(none, none, none, none.astype(bool), none.astype(np.int64))
     bucket = Bucket(T, R, decode_only=T == R, num_steps=num_steps)
-    return pack(plan, SlotTable(R, context, PAGE_SIZE), bucket)
+    return pack(plan, SlotTable(R, context, PAGE_SIZE, keeps_states=keeps_states), bucket)
 
 
-def full_words(T: int, R: int, context: int, draws: bool = False, num_steps: int = 1) -> np.ndarray:
+def full_words(
+    T: int,
+    R: int,
+    context: int,
+    draws: bool = False,
+    num_steps: int = 1,
+    keeps_states: bool = False,
+) -> np.ndarray:
     """Pack a batch of R rows of T / R tokens each, whose pages were sent before.
 
     Args:
@@ -118,8 +148,8 @@ def full_words(T: int, R: int, context: int, draws: bool = False, num_steps: int
         draws: with top_k 50 and top_p 0.9. Otherwise greedy.
     """
     each, rng = T // R, np.random.default_rng(0)
-    words = empty_words(T, R, context, num_steps)
-    batch = unpack(words, T, R)  # views, through which the words are written
+    words = empty_words(T, R, context, num_steps, keeps_states)
+    batch = unpack(words, T, R, keeps_states)  # views, through which the words are written
     length = context - num_steps + 1
     batch.tokens[:] = rng.integers(0, 200, T)
     batch.positions[:] = length - each + np.tile(np.arange(each), R)
@@ -133,6 +163,8 @@ def full_words(T: int, R: int, context: int, draws: bool = False, num_steps: int
     batch.top_p[:] = 0.9 if draws else 1.0
     batch.stop_length[:] = 2 * context
     batch.num_steps[...] = num_steps
+    if batch.states is not None:  # each row goes on from its own states, and none is saved
+        batch.states[:] = np.array([-1, 0, 0])[:, None]
     return words
 
 
@@ -174,7 +206,9 @@ def step_call(
     graphdef, weights = nnx.split(described)
     leaves, treedef = jax.tree.flatten(weights)
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    words = jax.ShapeDtypeStruct(empty_words(T, R, context, num_steps).shape, np.int32)
+    keeps_states = config.num_state_layers > 0
+    empty = empty_words(T, R, context, num_steps, keeps_states)
+    words = jax.ShapeDtypeStruct(empty.shape, np.int32)
     max_pages = -(-context // PAGE_SIZE)
     memory = memory_kinds(config, PAGE_SIZE, page_dtype or dtype, R, R * max_pages + 1)
     state = jax.eval_shape(functools.partial(make_state, config, memory, max_pages))
@@ -187,7 +221,7 @@ def step_call(
 
     def step(state, leaves, words):
         with product_precision("highest", dtype):
-            return program(graphdef, treedef, leaves, state, unpack(words, T, R))
+            return program(graphdef, treedef, leaves, state, unpack(words, T, R, keeps_states))
 
     return step, (state, leaves, words)
 

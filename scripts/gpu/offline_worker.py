@@ -26,19 +26,22 @@ from pallas_kernels import ConvOptions, DeltaOptions, Mamba2Options, StateRows
 from scripts.gpu import models as gpu_models
 from scripts.gpu.cases import (
     KERNELS,
+    RECURRENT_KERNELS,
     STATE_KERNELS,
     STEP_KERNELS,
     Case,
     GroupedCase,
     QuantizedCase,
     QuantizedGroupedCase,
+    RecurrentCase,
     StateCase,
     StepCase,
     case_lists,
 )
-from scripts.gpu.families import FAMILIES
+from scripts.gpu.families import FAMILIES, RECURRENT
 from scripts.gpu.offline_compiler import Compiler, Dumps
 from scripts.gpu.offline_engine import compile_start, compile_sums
+from scripts.gpu.recurrent import recurrent_call
 from scripts.gpu.targets import Target
 from scripts.lib.run_main import run_main
 
@@ -141,6 +144,14 @@ def compile_quantized_grouped(case: QuantizedGroupedCase, compiler: Compiler) ->
     return compiler.row(case.name, call, arrays, ("quantized_grouped_matmul",), shape)
 
 
+def compile_recurrent(case: RecurrentCase, compiler: Compiler) -> dict[str, Any]:
+    """Compile a decode of a layer with states. "kv_copies" counts copies of all its states."""
+    arrays, call = recurrent_call(case, "triton")
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+    states = jax.tree.leaves(shapes[0])
+    return compiler.row(case.name, call, shapes, RECURRENT_KERNELS, states[-1].shape, donate=(0,))
+
+
 def compile_states(case: StateCase, compiler: Compiler) -> dict[str, Any]:
     """Compile an operation with a state per sequence. "kv_copies" counts copies of the states."""
 
@@ -170,7 +181,7 @@ def compile_states(case: StateCase, compiler: Compiler) -> dict[str, Any]:
 
 
 def compile_step(case: StepCase, compiler: Compiler) -> dict[str, Any]:
-    model = (gpu_models.MODELS | FAMILIES)[case.model]
+    model = (gpu_models.MODELS | FAMILIES | RECURRENT)[case.model]
     model = dataclasses.replace(model, L=case.layers or model.L)
     step, shapes = gpu_models.step_call(
         model,
@@ -194,6 +205,7 @@ COMPILE: Mapping[type, Callable[[Any, Compiler], dict[str, Any]]] = MappingProxy
         GroupedCase: compile_grouped,
         QuantizedCase: compile_quantized,
         QuantizedGroupedCase: compile_quantized_grouped,
+        RecurrentCase: compile_recurrent,
         StateCase: compile_states,
         StepCase: compile_step,
     }

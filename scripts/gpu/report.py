@@ -17,6 +17,9 @@
                  XLA_PYTHON_CLIENT_PREALLOCATE=false, or this process holds most of the memory
     decode       paged decode attention over batch and context, ragged lengths, float8
     prefill      ragged attention: prompts of 2k and 8k, a mixed step, triton and mosaic_gpu
+    recurrent    decodes of layers with a state per sequence: each kernel against the specification,
+                 one kernel's share of the bandwidth, and whole steps against their floors. With
+                 bandwidth it takes at most 8 minutes
     variants     8B's decodes in a process with the XLA_FLAGS of --variant
     products     products of few rows with their block sizes, with others, and by XLA
     tuning       the sweep of block sizes, which fills pallas_kernels/gpu/tuned, which later
@@ -53,7 +56,15 @@ import jax.numpy as jnp
 
 from jaxserve.commands.argument_types import positive, positive_integer, some_of, writable_file
 from pallas_kernels.devices import target_device
-from scripts.gpu import device_sums, kernel_checks, product_times, serving, step_times, tune_kernels
+from scripts.gpu import (
+    device_sums,
+    kernel_checks,
+    product_times,
+    recurrent,
+    serving,
+    step_times,
+    tune_kernels,
+)
 from scripts.gpu import parts as gpu_parts
 from scripts.gpu import peers as gpu_peers
 from scripts.gpu.progress import TRIES, ReportError, Task, open_report, run_tasks
@@ -70,6 +81,7 @@ PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "served": serving.served,
     "decode": gpu_parts.decode,
     "prefill": gpu_parts.prefill,
+    "recurrent": recurrent.recurrent,
     "variants": step_times.variants,
     "products": product_times.products,
     "tuning": gpu_parts.tuning_sweep,
@@ -79,7 +91,14 @@ PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {
 LEFT, FAILED = 3, 4
 """Statuses: items are left to do; none is, and one failed or was given up."""
 
-PATIENCE = {"steps": 200.0, "profiles": 150.0, "variants": 200.0, "served": 400.0, "peers": 200.0}
+PATIENCE = {
+    "steps": 200.0,
+    "recurrent": 200.0,
+    "profiles": 150.0,
+    "variants": 200.0,
+    "served": 400.0,
+    "peers": 200.0,
+}
 """Seconds after which an item of a part is held to hang; 120 for the others."""
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from scripts.gpu import models as gpu_models
 from scripts.gpu import timing as gpu_timing
+from scripts.gpu.families import RECURRENT
 from scripts.gpu.setting import NO_SHARE, Item, Setting
 from scripts.lib.profiler_trace import device_time, kernel_times, recorded
 
@@ -69,14 +70,15 @@ class Step:
 
     def __init__(self, setting: Setting, size: Size) -> None:
         draws = size.sampler == "drawing"
+        keeps_states = size.model in RECURRENT
         step, shapes = gpu_models.step_call(
-            gpu_models.MODELS[size.model],
+            (gpu_models.MODELS | RECURRENT)[size.model],
             *(size.T, size.R, size.context, jnp.bfloat16, setting.auto),
             draws=bool(size.sampler),
             num_steps=size.num_steps,
         )
         self._words = jax.device_put(
-            gpu_models.full_words(size.T, size.R, size.context, draws, size.num_steps)
+            gpu_models.full_words(size.T, size.R, size.context, draws, size.num_steps, keeps_states)
         )
         begin = time.perf_counter()
         lowered = jax.jit(step, donate_argnums=0).lower(*shapes[:2], self._words)
@@ -85,7 +87,9 @@ class Step:
         self.trace_s, self.compile_s = traced - begin, time.perf_counter() - traced
         state, self._leaves = gpu_models.random_arrays(shapes[:2])
         table = jax.device_put(gpu_models.scattered_pages(size.R, size.context))
-        self._state = dataclasses.replace(state, page_table=table)
+        # States begin as zeros: those of the null slot stay so.
+        others = jax.tree.map(jnp.zeros_like, state.others)
+        self._state = dataclasses.replace(state, page_table=table, others=others)
 
     def run(self, times: int = 1) -> jax.Array:
         """Queue launches. Return the tokens of the last."""
@@ -150,7 +154,7 @@ def time_step(setting: Setting, size: Size) -> dict[str, Any]:
 def _against_floor(setting: Setting, size: Size, seconds: float) -> dict[str, Any]:
     if setting.ceilings is None:
         return dict(NO_SHARE)
-    model = gpu_models.MODELS[size.model]
+    model = (gpu_models.MODELS | RECURRENT)[size.model]
     floor = model.floor(size.R, size.T // size.R, size.context, *setting.ceilings)
     return {
         "share": f"{100 * floor / seconds:.1f}%",

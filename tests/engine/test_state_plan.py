@@ -291,6 +291,19 @@ def test_a_host_with_little_memory_serves_fewer_sequences(tmp_path: Path) -> Non
             assert refused.value.parameter == "max_num_seqs"
     bfloat16 = {160: (32, "bfloat16"), 120: (16, "bfloat16"), 80: (4, "bfloat16")}
     assert slots == {400: (32, "float32")} | bfloat16
+    # Pages without states are of no use, so that none are kept.
+    off = replace(config, state_cache_bytes=0)
+    assert not plan_start(off, source, this_device(root)).config.enable_prefix_caching
+    assert found.config.enable_prefix_caching
+    # Slots alone decide if the cache has a size.
+    sized = replace(config, kv_cache_memory_bytes=8 * MIB)
+    root = limited_host(tmp_path / "sized", 750 * MIB)
+    narrow, exact = (
+        plan_model(setting, None, root).plans[0]
+        for setting in (sized, replace(sized, dtype="float32"))
+    )
+    assert (narrow.dtype.name, narrow.max_num_seqs, exact.max_num_seqs) == ("bfloat16", 32, 16)
+    assert narrow.num_pages == exact.num_pages and exact.starts
     wide = replace(config, dtype="float32")
     assert plan_model(wide, None, tmp_path / "160").plans[0].max_num_seqs == 16
 
@@ -322,7 +335,7 @@ def test_the_command_tells_of_states(
     assert main(command) == 0
     shown = capsys.readouterr().out
     for row, cell in (
-        ("state of a sequence", "6.28 MiB"),
+        ("state of a sequence", "6.3 MiB"),
         ("equal to tokens", "3,216"),
         ("snapshots of prefixes", f"{numbers['snapshots']}"),
         ("rows of a step", "64"),

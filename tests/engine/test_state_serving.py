@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
+from jaxserve.structured import StructuredOutputsParams
 from jaxserve.weights import random_weights
 from scripts.lib.placed_model import start_runner
 from tests.engine.test_failures import Faulty
 from tests.scheduling.subscriber import Subscriber
+from tests.support.letters import END, TEXTS, VOCAB, letter_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 
@@ -32,29 +35,37 @@ PAGE = 4
 TINY = {
     "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 32,
     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "max_position_embeddings": 128,
+    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 128,
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
     "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
-DRAWN = SamplingParams(temperature=1.0, seed=5, max_tokens=10)
+TINY_LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 32,
+    "intermediate_size": 48, "block_auto_adjust_ff_dim": False, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCAB, "norm_eps": 1e-5,
+    "max_position_embeddings": 128, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3,
+    "conv_bias": False, "rope_theta": 100.0, "tie_word_embeddings": True,
+}  # fmt: skip
+DRAWN = SamplingParams(temperature=1.0, seed=5, max_tokens=10, ignore_eos=True)
 PROMPTS = [
-    np.random.default_rng(seed).integers(64, size=9 + 7 * seed).tolist() for seed in range(5)
+    np.random.default_rng(seed).integers(VOCAB, size=9 + 7 * seed).tolist() for seed in range(5)
 ]
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Loaded:
+@pytest.fixture(scope="module", params=[TINY, TINY_LFM2], ids=["qwen3_5", "lfm2"])
+def loaded(request: pytest.FixtureRequest) -> Loaded:
     """Return a model whose launches have one step, so that the number of steps is fixed."""
-    model_config = parse_model_config(TINY)
+    model_config = parse_model_config(request.param)
     config = EngineConfig(
         max_num_seqs=4, max_num_batched_tokens=32, decode_sizes=(4,), token_sizes=(32,),
         num_gpu_blocks_override=60, block_size=PAGE, max_model_len=64, check_invariants=True,
         state_cache_bytes=12 * model_config.state_bytes, num_scheduler_steps=1,
     ).resolve("cpu", 128)  # fmt: skip
     runner = start_runner(config, model_config, random_weights(model_config, np.float32, seed=0))
-    return Loaded(config, runner, None, Limits(64, 64, (), 0), SamplingParams())
+    limits = Limits(VOCAB, 64, (END,), 0)
+    return Loaded(config, runner, letter_tokenizer(), limits, SamplingParams())
 
 
 class Client:
@@ -136,6 +147,45 @@ def test_scored_prompts_are_computed_anew(loaded: Loaded, answers: list[list[int
     assert len(scores) == len(PROMPTS[3]) - 1
     assert client.ask(PROMPTS[3]) == (answers[3], 28)
     assert client.ask(PROMPTS[3], scored) == (answers[3], 0) and client.scores == scores
+
+
+def test_guided_answers_continue_from_snapshots(loaded: Loaded) -> None:
+    client = Client(Engine(loaded))
+    form = StructuredOutputsParams(regex="(ab|cd){9}")
+    guided = replace(DRAWN, max_tokens=20, ignore_eos=False, structured_outputs=form)
+    tokens, cached = client.ask(PROMPTS[2], guided)
+    assert re.fullmatch("(ab|cd){9}", text(tokens)) and cached == 0
+    for name in ("guided", "plain"):
+        client.add(name, PROMPTS[2], guided if name == "guided" else DRAWN)
+    client.run()
+    assert client.tokens["guided", 0] == tokens and client.cached["guided"] == 20
+    assert client.tokens["plain", 0] == client.ask(PROMPTS[2])[0]
+    # A later turn of the chat continues from the last full page of the guided answer.
+    follow_up = [*PROMPTS[2], *tokens, 5]
+    again = client.ask(follow_up, guided)
+    assert again[1] == (len(PROMPTS[2]) + len(tokens) - 1) // PAGE * PAGE
+    client.engine.reset_prefix_cache()
+    assert client.ask(follow_up, guided) == (again[0], 0)
+
+
+def text(tokens: list[int]) -> str:
+    return "".join(TEXTS[token] for token in tokens)
+
+
+def test_preempted_requests_begin_with_new_states(loaded: Loaded, answers: list[list[int]]) -> None:
+    """There are pages for two of the prompts and their answers."""
+
+    def scheduler(config: EngineConfig, pool: PagePool, slots: SlotTable) -> Scheduler:
+        return make_scheduler(config, PagePool(22, PAGE), slots)
+
+    client = Client(Engine(loaded, scheduler=scheduler))
+    for again in range(2):
+        for name, prompt in enumerate(PROMPTS):
+            client.add(f"{again} {name}", prompt)
+        client.run()
+    assert client.engine.stats().num_preemptions
+    found = [[client.tokens[f"{again} {name}", 0] for name in range(5)] for again in range(2)]
+    assert found == [answers, answers]
 
 
 def test_a_paused_request_continues_from_its_snapshot(
@@ -259,3 +309,5 @@ def test_a_cache_of_no_snapshots_and_of_one(
     expected = 20 if count else 0  # the prompt's: the answer's prefix is too short to evict it
     assert client.ask(follow_up)[1] == expected
     assert client.snapshots.held == count
+    # The prefix has eight pages. Without snapshots no page is published and can be lost.
+    assert client.snapshots.lost_pages == 3 * count

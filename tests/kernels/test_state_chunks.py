@@ -23,9 +23,9 @@ from pallas_kernels.state_arguments import (
     ConvOptions,
     DeltaOptions,
     Mamba2Options,
-    StateCase,
     StateRows,
 )
+from pallas_kernels.state_case import StateCase
 from tests.support.fast_compile import EXACT
 
 TOKENS, PLACES, LONGEST = 144, 12, 130
@@ -69,7 +69,7 @@ def rows_of(length: int, border: int, seed: int, last: int = 3) -> StateRows:
     border_of_long = rng.integers(0, lengths[3] + 1)
     borders = [border, rng.integers(0, 2), 1, border_of_long, 0]
     parts = np.cumsum([0, *lengths]), source, target, borders, saved
-    return StateRows._make(jnp.asarray(part, jnp.int32) for part in parts)
+    return StateRows(*(jnp.asarray(part, jnp.int32) for part in parts))
 
 
 def draw(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:

@@ -56,7 +56,7 @@ class Case(abc.ABC):
         On 10.0 products of many rows in 16 bits are `tcgen05`, which the interpreter lacks.
         """
         if capability == (10, 0):
-            rows = ("decode", "kv_write", "rope_kv_write", "add_norm", "greatest")
+            rows = ("decode", "kv_write", "rope_kv_write", "add_norm", "greatest", "state_steps")
             return self.family in rows or self.dtypes.startswith("f32")
         return capability >= (8, 0)
 

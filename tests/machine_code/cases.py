@@ -17,6 +17,7 @@ from tests.machine_code.norm_cases import add_norm_cases
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import rope_kv_write_cases
 from tests.machine_code.state_cases import state_chunk_cases
+from tests.machine_code.state_step_cases import state_step_cases
 
 CARDS: dict[Capability, str] = {
     (8, 0): "NVIDIA A100-SXM4-80GB",
@@ -29,7 +30,7 @@ CARDS: dict[Capability, str] = {
 FAMILIES = (
     *("decode", "ragged", "mosaic", "kv_write", "rope_kv_write", "add_norm"),
     *("greatest", "few_rows", "grouped", "quantized", "quantized_grouped"),
-    *("causal_conv", "state_chunks"),
+    *("causal_conv", "state_chunks", "state_steps"),
 )
 
 
@@ -48,6 +49,7 @@ def all_cases() -> list[Case]:
         *quantized_cases(),
         *quantized_grouped_cases(),
         *state_chunk_cases(),
+        *state_step_cases(),
     ]
 
 

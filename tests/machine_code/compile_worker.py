@@ -26,11 +26,11 @@ from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import RopeKvWriteCase
 from tests.machine_code.state_cases import StateChunkCase
+from tests.machine_code.state_step_cases import StateStepCase
 
 CASE_TYPES: tuple[type[Case], ...] = (
     *(AttentionCase, KvWriteCase, GroupedCase, QuantizedCase, QuantizedGroupedCase),
-    *(AddNormCase, FewRowsCase, GreatestCase, RopeKvWriteCase),
-    StateChunkCase,
+    *(AddNormCase, FewRowsCase, GreatestCase, RopeKvWriteCase, StateChunkCase, StateStepCase),
     *(BigAttentionCase, BigGroupedCase, BigQuantizedCase),
 )
 

@@ -36,6 +36,7 @@ CASES = (
     "few_rows-bf16-silu",
     "causal_conv-f32-plain",
     "state_chunks-delta-bf16-uneven",
+    "state_steps-delta-bf16",
 )
 
 

@@ -17,7 +17,7 @@ SPECIFICATION = "pallas_kernels/reference.py"
 PLACES_TESTS = ("tests/execution/test_state_rows.py",)
 KERNEL_TESTS = ("tests/kernels/test_states.py",)
 STATE_TESTS = ("tests/engine/test_snapshots.py",)
-FAMILY_TESTS = ("tests/models/test_parity.py", "-k", "qwen3_5_two_a_key or nemotron_h_all_kinds")
+FAMILY_TESTS = ("tests/engine/test_states.py",)
 
 
 def _places(letter: str, name: str, old: str, new: str) -> Bug:
@@ -139,16 +139,16 @@ LAYER_BUGS = (
     Bug(
         "layers: a step of single tokens drops the past of the delta rule's convolution",
         LAYERS,
-        "mixed, conv, self.taps[...][:, 0], None, step.state_rows",
-        "mixed, conv * (not step.decode_only), self.taps[...][:, 0], None, step.state_rows",
+        "mixed, gates, states, weights",
+        "mixed, gates, (states[0] * (not step.decode_only), states[1]), weights",
         letter="d",
         tests=FAMILY_TESTS,
     ),
     Bug(
         "layers: a step of single tokens drops the past of Mamba-2's convolution",
         LAYERS,
-        "mixed, conv, self.taps[...][:, 0], taps_bias, step.state_rows",
-        "mixed, conv * (not step.decode_only), self.taps[...][:, 0], taps_bias, step.state_rows",
+        "mixed, steps, states, weights",
+        "mixed, steps, (states[0] * (not step.decode_only), states[1]), weights",
         letter="d",
         tests=FAMILY_TESTS,
     ),

@@ -47,6 +47,11 @@ numbers = jax.jit(dequantize, static_argnums=(3, 4), compiler_options=FAST)
 
 def in_full(value: Any) -> np.ndarray:
     """Return a matrix as [outputs, inputs], and any other array as it is."""
+    if isinstance(value, PlacedWeight) and value.order is not None:
+        stored = in_full(replace(value, order=None))
+        whole = np.empty_like(stored)
+        whole[:, np.asarray(value.order)] = stored
+        return whole
     if isinstance(value, PlacedWeight) and not value.in_panels:
         return numbers_of_codes(value)
     if isinstance(value, PlacedWeight) and value.values.ndim == 3:

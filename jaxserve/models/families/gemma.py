@@ -20,7 +20,14 @@ from jaxserve.models.config.rules import HEADS, ConfigRules, Scales
 from jaxserve.models.families.llama import llama_weights
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import PATTERN, GgufMetadata, Raw, read_pattern, read_rope
-from jaxserve.models.gguf.rules import POST_NORMS, TENSORS, WINDOW, GgufRules, Names
+from jaxserve.models.gguf.rules import (
+    POST_NORMS,
+    TENSORS,
+    WINDOW,
+    GgufRules,
+    Names,
+    norms_less_one,
+)
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     QK_NORMS,
@@ -150,7 +157,7 @@ GEMMA = Family(
         ),
     },
     gguf={
-        "gemma": GgufRules("GemmaForCausalLM", read_rope, norm_offset=1.0),
+        "gemma": GgufRules("GemmaForCausalLM", read_rope, change=norms_less_one),
     }
     | {
         name: GgufRules(
@@ -159,7 +166,7 @@ GEMMA = Family(
             tensors=_GGUF_TENSORS,
             fields=fields,
             read=frozenset({PATTERN}),
-            norm_offset=1.0,
+            change=norms_less_one,
         )
         for name, architecture, fields in (
             ("gemma2", "Gemma2ForCausalLM", _GGUF_FIELDS),

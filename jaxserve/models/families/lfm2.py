@@ -17,6 +17,9 @@ from jaxserve.models.config.recurrent import ShortConvSizes
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, MAX_MLP, ROUTING, ConfigRules, plain_mlp
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, layers_with, read_rope
+from jaxserve.models.gguf.rules import EXPERTS, ROUTER, SIZES, Change, GgufRules
+from jaxserve.models.gguf.rules import TENSORS as GGUF_TENSORS
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
@@ -189,6 +192,95 @@ RULES = ConfigRules(
     mlp_size=_mlp_size,
     tied=True,
 )
+
+
+def _kinds_of_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the rotation and `layer_types`. Layers without key heads are convolutions."""
+    read_rope(gguf, raw)
+    heads = layers_with(gguf, "attention.head_count_kv", raw.get("num_hidden_layers"))
+    raw["layer_types"] = [FULL if count else CONV for count in heads]
+
+
+def finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of LFM2 to the config.json `raw` of a GGUF file.
+
+    Layers without key heads are convolutions. The width of the MLP is final.
+    """
+    _kinds_of_gguf(gguf, raw)
+    raw["block_auto_adjust_ff_dim"] = False
+
+
+def finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of LFM2-MoE to the config.json `raw` of a GGUF file.
+
+    Layers without key heads are convolutions. By default every layer has experts.
+    """
+    _kinds_of_gguf(gguf, raw)
+    raw.setdefault("num_dense_layers", 0)
+
+
+def change_of_taps(config: ModelConfig, name: str) -> Change | None:
+    """Return the change of a convolution's taps, which a GGUF file has as [channels, taps]."""
+    if not name.endswith(".conv.conv.weight") or config.recurrent is None:
+        return None
+    return Change((config.hidden_size, 1, config.recurrent.width))
+
+
+GGUF = GgufRules(
+    "Lfm2ForCausalLM",
+    finish_gguf,
+    tensors=MappingProxyType(
+        {
+            **GGUF_TENSORS,
+            "token_embd_norm": "model.norm",
+            "blk.{}.shortconv.in_proj": "model.layers.{}.conv.in_proj",
+            "blk.{}.shortconv.conv": "model.layers.{}.conv.conv",
+            "blk.{}.shortconv.out_proj": "model.layers.{}.conv.out_proj",
+        }
+    ),
+    fields=MappingProxyType(
+        {
+            "shortconv.l_cache": "conv_L_cache",
+            "attention.layer_norm_rms_epsilon": "norm_eps",
+        }
+    ),
+    change=change_of_taps,
+    required=SIZES
+    | frozenset(
+        {
+            "shortconv.l_cache",
+            "attention.head_count_kv",
+            "attention.layer_norm_rms_epsilon",
+            "feed_forward_length",
+        }
+    ),
+    absent=frozenset({"attention.head_count_kv"}),
+)
+EXPERT_KEYS = MappingProxyType(
+    {
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    }
+)
+MOE_GGUF = replace(
+    GGUF,
+    name="Lfm2MoeForCausalLM",
+    finish=finish_moe_gguf,
+    tensors=MappingProxyType(
+        {
+            **GGUF.tensors,
+            **ROUTER,
+            "blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.expert_bias",
+        }
+    ),
+    fields=MappingProxyType(
+        {**GGUF.fields, **EXPERT_KEYS, "leading_dense_block_count": "num_dense_layers"}
+    ),
+    experts=EXPERTS,
+    required=GGUF.required | EXPERT_KEYS.keys() | {"expert_gating_func"},
+    computed=MappingProxyType({"expert_gating_func": (2,)}),  # a sigmoid
+)
 TRAITS = FamilyTraits(qk_norm="head")
 LFM2 = Family(
     architectures={
@@ -224,5 +316,6 @@ LFM2 = Family(
             replace(TRAITS, norms="around", gated="heads"),
             tensors=TENSORS,
         ),
-    }
+    },
+    gguf={"lfm2": GGUF, "lfm2moe": MOE_GGUF},
 )

@@ -5,6 +5,7 @@ Each layer is one of them. Attention does not rotate. Reference implementation:
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,16 @@ from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.recurrent import MAX_HEADS, MAX_SIZE, MAX_TAPS, Mamba2Sizes
 from jaxserve.models.config.rules import HEADS, ConfigRules, plain_depth
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import (
+    FURTHER,
+    GgufMetadata,
+    Raw,
+    layers_with,
+    quotient,
+    skip_further,
+)
+from jaxserve.models.gguf.rules import SIZES, Change, GgufRules, log_of_negated
+from jaxserve.models.gguf.rules import TENSORS as GGUF_TENSORS
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     attention_projections,
@@ -226,6 +237,133 @@ TENSORS = (
     (r"^model\.norm_f\.", "model.norm."),
     (r"\.mixer\.([qkvo]_proj)\.", r".self_attn.\1."),
 )
+
+
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of Nemotron-H to the config.json `raw` of a GGUF file.
+
+    A layer with key heads is attention, a layer with a width an MLP or experts, and any other one
+    Mamba-2.
+    """
+    skip_further(gguf, raw)
+    layers = raw.get("num_hidden_layers")
+    heads = layers_with(gguf, "attention.head_count_kv", layers)
+    widths = layers_with(gguf, "feed_forward_length", layers)
+    dense = MOE if "n_routed_experts" in raw else MLP
+    raw["layers_block_type"] = [
+        dense if width else FULL if count else LINEAR
+        for count, width in zip(heads, widths, strict=False)
+    ]
+    raw["mamba_head_dim"] = quotient(gguf, "ssm.inner_size", "ssm.time_step_rank")
+    raw["use_conv_bias"] = any(name.endswith(".ssm_conv1d.bias") for name in gguf.tensors)
+    raw["mlp_bias"] = any(name.endswith(".ffn_up.bias") for name in gguf.tensors)
+    raw["intermediate_size"] = raw.get("intermediate_size") or 1
+    # llama.cpp prefers this key.
+    eps = raw.pop("rms_norm_eps", None)
+    raw["layer_norm_epsilon"] = raw.get("layer_norm_epsilon") if eps is None else eps
+
+
+def change_of_mamba(config: ModelConfig, name: str) -> Change | None:
+    """Return how a GGUF file's tensor of Mamba-2 differs from the checkpoint's tensor `name`."""
+    sizes = config.recurrent
+    assert isinstance(sizes, Mamba2Sizes)
+    ending = name.rpartition(".mixer.")[2]
+    if ending in ("A_log", "D"):
+        return Change((sizes.heads,), log_of_negated if ending == "A_log" else None)
+    if ending == "conv1d.weight":
+        return Change((sum(sizes.parts), 1, sizes.width))
+    return Change((sizes.parts[0],)) if ending == "norm.weight" else None
+
+
+_MIXER = "model.layers.{}.mixer"
+MAMBA_TENSORS = MappingProxyType(
+    {
+        "blk.{}.ssm_in": f"{_MIXER}.in_proj",
+        "blk.{}.ssm_conv1d": f"{_MIXER}.conv1d",
+        "blk.{}.ssm_dt.bias": f"{_MIXER}.dt_bias",
+        "blk.{}.ssm_a": f"{_MIXER}.A_log",
+        "blk.{}.ssm_d": f"{_MIXER}.D",
+        "blk.{}.ssm_norm": f"{_MIXER}.norm",
+        "blk.{}.ssm_out": f"{_MIXER}.out_proj",
+    }
+)
+MAMBA_FIELDS = MappingProxyType(
+    {
+        "ssm.conv_kernel": "conv_kernel",
+        "ssm.group_count": "n_groups",
+        "ssm.state_size": "ssm_state_size",
+        "ssm.time_step_rank": "mamba_num_heads",
+    }
+)
+GGUF = GgufRules(
+    "NemotronHForCausalLM",
+    _finish_gguf,
+    tensors=MappingProxyType(
+        {
+            **GGUF_TENSORS,
+            **MAMBA_TENSORS,
+            "blk.{}.attn_norm": "model.layers.{}.norm",
+            "blk.{}.ffn_up": f"{_MIXER}.up_proj",
+            "blk.{}.ffn_down": f"{_MIXER}.down_proj",
+        }
+    ),
+    fields=MappingProxyType({**MAMBA_FIELDS, "attention.layer_norm_epsilon": "layer_norm_epsilon"}),
+    read=frozenset({FURTHER, "rope.freq_base", "ssm.inner_size"}),
+    paired=True,
+    change=change_of_mamba,
+    required=SIZES
+    | MAMBA_FIELDS.keys()
+    | {
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.layer_norm_epsilon",
+        "feed_forward_length",
+        "ssm.inner_size",
+    },
+    absent=frozenset({"attention.head_count_kv", "feed_forward_length"}),
+)
+EXPERT_KEYS = MappingProxyType(
+    {
+        "expert_count": "n_routed_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_weights_scale": "routed_scaling_factor",
+    }
+)
+MOE_GGUF = replace(
+    GGUF,
+    tensors=MappingProxyType(
+        {
+            **GGUF.tensors,
+            "blk.{}.ffn_gate_inp": f"{_MIXER}.gate",
+            "blk.{}.exp_probs_b.bias": f"{_MIXER}.gate.e_score_correction_bias",
+            "blk.{}.ffn_latent_down": f"{_MIXER}.fc1_latent_proj",
+            "blk.{}.ffn_latent_up": f"{_MIXER}.fc2_latent_proj",
+            "blk.{}.ffn_up_shexp": f"{_MIXER}.shared_experts.up_proj",
+            "blk.{}.ffn_down_shexp": f"{_MIXER}.shared_experts.down_proj",
+        }
+    ),
+    fields=MappingProxyType(
+        {
+            **GGUF.fields,
+            **EXPERT_KEYS,
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "moe_latent_size": "moe_latent_size",
+        }
+    ),
+    experts=MappingProxyType(
+        {
+            "ffn_up": "model.layers.{}.mixer.experts.{}.up_proj.weight",
+            "ffn_down": "model.layers.{}.mixer.experts.{}.down_proj.weight",
+        }
+    ),
+    required=GGUF.required | EXPERT_KEYS.keys(),
+    computed=MappingProxyType({"expert_gating_func": (0, 2)}),  # a sigmoid
+)
 NEMOTRON_H = Family(
     architectures={
         "NemotronHForCausalLM": Architecture(
@@ -276,5 +414,6 @@ NEMOTRON_H = Family(
             FamilyTraits(norm_rounds_last=True, activation="relu2", router="sigmoid"),
             tensors=TENSORS,
         )
-    }
+    },
+    gguf={"nemotron_h": GGUF, "nemotron_h_moe": MOE_GGUF},
 )

@@ -9,8 +9,11 @@ Transformers.
 from dataclasses import replace
 from types import MappingProxyType
 
+import numpy as np
+
+from jaxserve.errors import CheckpointError
 from jaxserve.models.config.experts import MAX_EXPERT, Experts, expert_counts, expert_width
-from jaxserve.models.config.fields import Fields
+from jaxserve.models.config.fields import Fields, shown
 from jaxserve.models.config.layers import (
     ATTENTION,
     FULL,
@@ -26,6 +29,25 @@ from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, ROUTING, ConfigRules, no_mlp
 from jaxserve.models.families.qwen import STACKED_EXPERTS, sparse_layers
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import (
+    FURTHER,
+    VISION_KEYS,
+    GgufMetadata,
+    Raw,
+    quotient,
+    read_rope_scaling,
+    skip_further,
+)
+from jaxserve.models.gguf.rules import (
+    EXPERTS,
+    LESS_ONE,
+    ROUTER,
+    SIZES,
+    TENSORS,
+    Change,
+    GgufRules,
+    log_of_negated,
+)
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     GATE,
@@ -40,6 +62,8 @@ from jaxserve.models.weight_names import (
 from jaxserve.models.weight_table import WeightName
 
 DELTA = "delta"
+SPLIT = "split_projections"
+NEXT = "Qwen3NextForCausalLM"
 
 
 def _layers(fields: Fields, layers: int) -> LayerTable:
@@ -52,7 +76,9 @@ def _layers(fields: Fields, layers: int) -> LayerTable:
 
 
 def _fused_delta(fields: Fields) -> GatedDeltaSizes:
-    return replace(gated_delta(fields), fused=True)
+    """Read the sizes of Qwen3-Next. `split_projections` is jaxserve's field for GGUF files."""
+    fused = not fields.flag(SPLIT, default=False)
+    return replace(gated_delta(fields), fused=fused)
 
 
 def _experts(fields: Fields, layers: int) -> Experts:
@@ -100,15 +126,18 @@ def _delta(config: ModelConfig) -> list[WeightName]:
     first, second = (slice(None), 0), (slice(None), 1)
     if isinstance(config.recurrent, GatedDeltaSizes) and config.recurrent.fused:
         projections = [
-            WeightName(f"{name}.in_proj_qkvz.weight", "Fused D -> D Fused", "delta.fused"),
-            WeightName(
-                f"{name}.in_proj_ba.weight", "(Keys P Per) D -> D P Keys Per", "delta.gates"
-            ),
+            WeightName(f"{name}.in_proj_qkvz.weight", "Fused D -> D Fused", "delta.fused")
         ]
     else:
         projections = [
             WeightName(f"{name}.in_proj_qkv.weight", "Qkv D -> D Qkv", "delta.mixed"),
             WeightName(f"{name}.in_proj_z.weight", "Vals D -> D Vals", "delta.gate"),
+        ]
+    if config.architecture == NEXT:
+        pair = "(Keys P Per) D -> D P Keys Per"
+        projections.append(WeightName(f"{name}.in_proj_ba.weight", pair, "delta.gates"))
+    else:
+        projections += [
             WeightName(f"{name}.in_proj_b.weight", gates, "delta.gates", first),
             WeightName(f"{name}.in_proj_a.weight", gates, "delta.gates", second),
         ]
@@ -169,11 +198,151 @@ MOE_RULES = replace(
     experts=_experts,
     mlp_size=no_mlp,
 )
+
+
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of Qwen3.5 to the config.json `raw` of a GGUF file.
+
+    Raises:
+        CheckpointError: the layers' kinds or the sizes of heads are malformed (see also
+            `read_rope_scaling`).
+    """
+    skip_further(gguf, raw)
+    raw["linear_value_head_dim"] = quotient(gguf, "ssm.inner_size", "ssm.time_step_rank")
+    raw["partial_rotary_factor"] = gguf.get("rope.dimension_count", 0) / (raw["head_dim"] or 1)
+    read_rope_scaling(gguf, raw)
+    layers, recurrent = raw.get("num_hidden_layers"), gguf.get(RECURRENT)
+    if recurrent is not None and type(layers) is int:
+        blocks = gguf.get("block_count")
+        if not isinstance(recurrent, np.ndarray) or len(recurrent) != blocks:
+            raise CheckpointError(
+                f"{gguf.path}: {gguf.key(RECURRENT)} is {shown(recurrent)}; allowed: true or false "
+                f"for each of {blocks} blocks"
+            )
+        raw["layer_types"] = [LINEAR if flag else FULL for flag in recurrent[:layers]]
+
+
+def _finish_next_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    _finish_gguf(gguf, raw)
+    # Older files have one tensor of all projections, as the checkpoint.
+    raw[SPLIT] = not any(name.endswith(".ssm_in.weight") for name in gguf.tensors)
+    # Fixed in llama.cpp's code: the weights of the chosen experts are divided by their sum.
+    raw["norm_topk_prob"] = True
+
+
+def _change_next(config: ModelConfig, name: str) -> Change | None:
+    """Return how a GGUF file's tensor differs from the checkpoint's, given the latter's name."""
+    sizes = config.recurrent
+    assert isinstance(sizes, GatedDeltaSizes)
+    if name.endswith(".A_log"):
+        return Change(restore=log_of_negated)
+    if name.endswith(".conv1d.weight"):
+        return Change((sum(sizes.parts), 1, sizes.width))
+    if name.endswith(".shared_expert_gate.weight"):
+        return Change((1, config.hidden_size))
+    is_offset = name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
+    return LESS_ONE if is_offset else None
+
+
+def _change(config: ModelConfig, name: str) -> Change | None:
+    """Return how a GGUF file's tensor differs from the checkpoint's, given the latter's name.
+
+    The file has the value heads of all keys in turn: the first head of each key, then the second
+    head of each. In the checkpoint the heads of a key are neighbours.
+    """
+    change, sizes = _change_next(config, name) or Change(), config.recurrent
+    assert isinstance(sizes, GatedDeltaSizes)
+    _, layer, ending = name.rpartition(".linear_attn.")
+    if not layer or sizes.groups == sizes.heads:
+        return change
+    heads = np.arange(sizes.heads).reshape(-1, sizes.groups).T.reshape(-1)
+    values = (heads[:, None] * sizes.outputs + np.arange(sizes.outputs)).reshape(-1)
+    keys = 2 * sizes.groups * sizes.inputs
+    if ending in ("in_proj_qkv.weight", "conv1d.weight"):
+        return replace(change, rows=np.concatenate([np.arange(keys), keys + values]))
+    if ending == "in_proj_z.weight":
+        return replace(change, rows=values)
+    if ending in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+        return replace(change, rows=heads)
+    return replace(change, columns=values) if ending == "out_proj.weight" else change
+
+
+RECURRENT = "attention.recurrent_layers"
+_DELTA = "model.layers.{}.linear_attn"
+_GGUF_TENSORS = MappingProxyType(
+    {
+        **TENSORS,
+        "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+        "blk.{}.attn_qkv": f"{_DELTA}.in_proj_qkv",
+        "blk.{}.attn_gate": f"{_DELTA}.in_proj_z",
+        "blk.{}.ssm_alpha": f"{_DELTA}.in_proj_a",
+        "blk.{}.ssm_beta": f"{_DELTA}.in_proj_b",
+        "blk.{}.ssm_conv1d": f"{_DELTA}.conv1d",
+        "blk.{}.ssm_a": f"{_DELTA}.A_log",
+        "blk.{}.ssm_dt.bias": f"{_DELTA}.dt_bias",
+        "blk.{}.ssm_norm": f"{_DELTA}.norm",
+        "blk.{}.ssm_out": f"{_DELTA}.out_proj",
+    }
+)
+_GGUF_EXPERTS = MappingProxyType(
+    {
+        **_GGUF_TENSORS,
+        **ROUTER,
+        "blk.{}.ffn_gate_inp_shexp": "model.layers.{}.mlp.shared_expert_gate",
+        "blk.{}.ffn_gate_shexp": "model.layers.{}.mlp.shared_expert.gate_proj",
+        "blk.{}.ffn_up_shexp": "model.layers.{}.mlp.shared_expert.up_proj",
+        "blk.{}.ffn_down_shexp": "model.layers.{}.mlp.shared_expert.down_proj",
+    }
+)
+_GGUF_FIELDS = MappingProxyType(
+    {
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+        "full_attention_interval": "full_attention_interval",
+    }
+)
+_GGUF_EXPERT_FIELDS = MappingProxyType(
+    {
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    }
+)
+_GGUF_SIZES = SIZES | frozenset(
+    {
+        *(_GGUF_FIELDS.keys() - {"full_attention_interval"}),
+        "ssm.inner_size",
+        "rope.dimension_count",
+        "attention.key_length",
+        "attention.layer_norm_rms_epsilon",
+    }
+)
+QWEN35_GGUF = GgufRules(
+    "Qwen3_5ForCausalLM",
+    _finish_gguf,
+    tensors=_GGUF_TENSORS,
+    fields=_GGUF_FIELDS,
+    read=VISION_KEYS | {FURTHER, "ssm.inner_size"},
+    change=_change,
+    required=_GGUF_SIZES,
+    lists=frozenset({RECURRENT}),
+)
+QWEN35_MOE_GGUF = replace(
+    QWEN35_GGUF,
+    name="Qwen3_5MoeForCausalLM",
+    tensors=_GGUF_EXPERTS,
+    fields=MappingProxyType({**_GGUF_FIELDS, **_GGUF_EXPERT_FIELDS}),
+    experts=EXPERTS,
+    required=_GGUF_SIZES | _GGUF_EXPERT_FIELDS.keys(),
+)
 QWEN3_5 = Family(
     architectures={
         "Qwen3_5ForCausalLM": Architecture(RULES, _weights, TRAITS),
         "Qwen3_5MoeForCausalLM": Architecture(MOE_RULES, _weights, TRAITS),
-        "Qwen3NextForCausalLM": Architecture(
+        NEXT: Architecture(
             replace(
                 RULES,
                 model_type="qwen3_next",
@@ -184,5 +353,22 @@ QWEN3_5 = Family(
             _weights,
             TRAITS,
         ),
-    }
+    },
+    gguf={
+        "qwen35": QWEN35_GGUF,
+        "qwen35moe": QWEN35_MOE_GGUF,
+        "qwen3next": replace(
+            QWEN35_MOE_GGUF,
+            name=NEXT,
+            finish=_finish_next_gguf,
+            tensors=MappingProxyType(
+                {
+                    **_GGUF_EXPERTS,
+                    "blk.{}.ssm_in": f"{_DELTA}.in_proj_qkvz",
+                    "blk.{}.ssm_ba": f"{_DELTA}.in_proj_ba",
+                }
+            ),
+            change=_change_next,
+        ),
+    },
 )

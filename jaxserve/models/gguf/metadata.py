@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.errors import UnsupportedModel
+from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models.config.fields import shown
-from jaxserve.models.config.layers import FULL, SLIDING
+from jaxserve.models.config.layers import FULL, MAX_LAYERS, SLIDING
 
 Raw = dict[str, Any]  # the fields of a config.json
+FURTHER = "nextn_predict_layers"
 PATTERN = "attention.sliding_window_pattern"
 # The division of pairs among the dimensions of an image, which does not affect text, and the number
 # of layers to which an image encoder adds features. The encoder is not read.
@@ -47,6 +48,41 @@ class GgufMetadata:
     def get(self, name: str, default: Any = None) -> Any:
         """Return the metadata value of key "<architecture>.<name>", or `default` if absent."""
         return self.values.get(self.key(name), default)
+
+
+def skip_further(gguf: GgufMetadata, raw: Raw) -> None:
+    """Subtract the blocks that predict further tokens from `num_hidden_layers` in `raw`.
+
+    They are the last blocks of the GGUF file, and are not read.
+    """
+    further, layers = gguf.get(FURTHER, 0), raw.get("num_hidden_layers")
+    if type(further) is int and type(layers) is int:
+        raw["num_hidden_layers"] = layers - further
+
+
+def layers_with(gguf: GgufMetadata, name: str, layers: Any) -> list[bool]:
+    """Return whether the size under "<architecture>.<name>" is not 0, for each of `layers` layers.
+
+    A single number is the size of every layer. Of a longer list, the first values count.
+    """
+    value = gguf.get(name, 0)
+    count = layers if type(layers) is int and 0 <= layers < MAX_LAYERS else 0
+    return [bool(value)] * count if np.ndim(value) == 0 else [bool(size) for size in value[:count]]
+
+
+def quotient(gguf: GgufMetadata, name: str, divisor: str) -> int:
+    """Return the quotient of two metadata values, which are positive integers.
+
+    Raises:
+        CheckpointError: a value is no positive integer, or the quotient is none.
+    """
+    whole, part = gguf.get(name), gguf.get(divisor)
+    if type(whole) is not int or type(part) is not int or part <= 0 or whole <= 0 or whole % part:
+        raise CheckpointError(
+            f"{gguf.path}: {gguf.key(name)} is {shown(whole)}; allowed: a multiple of "
+            f"{gguf.key(divisor)} ({shown(part)})"
+        )
+    return whole // part
 
 
 def read_rope(gguf: GgufMetadata, raw: Raw) -> None:

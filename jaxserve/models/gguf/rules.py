@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw
 
 Names = Mapping[str, str]
@@ -97,6 +98,11 @@ READ = TEXTS | frozenset({
     "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
 })  # fmt: skip
 NO_NAMES: Names = MappingProxyType({})
+NO_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+# Keys without a default in llama.cpp.
+SIZES = frozenset({
+    "context_length", "embedding_length", "block_count", "attention.head_count",
+})  # fmt: skip
 # The tensor that belongs to the configuration: divisors of each pair's frequency.
 FACTORS = frozenset({"rope_freqs.weight"})
 
@@ -123,6 +129,47 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Change:
+    """Differences between a tensor of a checkpoint and the tensor that a GGUF file has of it.
+
+    Attributes:
+        shape: shape of the checkpoint's tensor, or None for the file's shape. Both have equally
+            many values in the same order.
+        restore: computes the checkpoint's values from the file's values, or None for equal values.
+        rows: for each row of the checkpoint's tensor, its index in the file. None for equal order.
+        columns: the same for columns.
+    """
+
+    shape: Shape | None = None
+    restore: Callable[[np.ndarray], np.ndarray] | None = None
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+
+
+def no_change(config: ModelConfig, name: str) -> Change | None:
+    """Return None, for architectures whose files have the checkpoint's tensors."""
+    return None
+
+
+def log_of_negated(values: np.ndarray) -> np.ndarray:
+    """Return log(-values): the file has A = -exp(A_log)."""
+    return np.log(-values)
+
+
+def less_one(values: np.ndarray) -> np.ndarray:
+    """Return values - 1: the file has 1 + the scale of a norm."""
+    return values - values.dtype.type(1)
+
+
+LESS_ONE = Change(restore=less_one)
+
+
+def norms_less_one(config: ModelConfig, name: str) -> Change | None:
+    """Return the change of norms, which are 1 + the checkpoint's scale, or None for the rest."""
+    return LESS_ONE if name.endswith("norm.weight") else None
+
+
+@dataclass(frozen=True)
 class GgufRules:
     """Rules for reading GGUF files of one value of `general.architecture`.
 
@@ -139,7 +186,13 @@ class GgufRules:
         fused: queries, keys and values may be one tensor.
         latent: attention is latent, so that the usual keys for the size of a head have another
             meaning.
-        norm_offset: number by which the file's scales of norms exceed those of the checkpoint.
+        change: returns how the file's tensor differs from the checkpoint's, given the model's
+            configuration and the checkpoint's name of the tensor, or None for an equal tensor.
+        required: metadata keys without a default.
+        computed: allowed values, by key, of metadata that is not a config field. They precede
+            `COMPUTED` and `COMPUTED_BY_EXPERTS`.
+        absent: metadata keys of sizes that may be lists with 0 for layers without the part.
+        lists: metadata keys with a value for each layer, which `finish` reads.
         factors: tensors that belong to the configuration, which are present all together or not at
             all.
     """
@@ -155,5 +208,9 @@ class GgufRules:
     paired: bool = False
     fused: bool = False
     latent: bool = False
-    norm_offset: float = 0.0
+    change: Callable[[ModelConfig, str], Change | None] = no_change
+    required: frozenset[str] = frozenset()
+    computed: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NO_VALUES)
+    absent: frozenset[str] = frozenset()
+    lists: frozenset[str] = frozenset()
     factors: frozenset[str] = FACTORS

@@ -76,6 +76,8 @@ def plan_start(config: EngineConfig, source: Source, device: DeviceMemory) -> St
     if resolved.quantization is None:
         converted: Any = source.fixed_quantization
         resolved = replace(resolved, quantization=converted)
+    if plan.num_snapshots == 0:  # no prefix can be continued
+        resolved = replace(resolved, enable_prefix_caching=False)
     _warn_beyond(resolved, source)
     if config.state_cache_bytes and plan.states is None:
         _log.warning("state_cache_bytes has no effect: the layers of this model keep no states")

@@ -11,8 +11,10 @@ from __future__ import annotations
 import importlib
 import os
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -106,13 +108,16 @@ class GgufTensor(TensorEntry):
         heads: number of heads, if their rows are permuted, otherwise 0. The file stores the rows of
             a head in the order `0, half, 1, half + 1, ...`, because llama.cpp rotates neighbours
             instead of halves.
-        added: number that the file has added to every value. llama.cpp stores Gemma's norms as 1 +
-            weight.
+        restore: computes the checkpoint's values from the file's, or None for equal values.
+        rows: for each row of the checkpoint's tensor, its index in the file. None for equal order.
+        columns: the same for columns.
     """
 
     encoding: Encoding
     heads: int = 0
-    added: float = 0.0
+    restore: Callable[[np.ndarray], np.ndarray] | None = None
+    rows: np.ndarray | None = field(default=None, compare=False)
+    columns: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def rows_together(self) -> int:
@@ -136,7 +141,7 @@ class GgufTensor(TensorEntry):
         Raises:
             CheckpointError: the file cannot be read, or changed since its header was read.
         """
-        raw = self.read_bytes(first, last, memory, file)
+        raw = self.read_stored(first, last, memory, file)
         shape = (last - first, *self.shape[1:])
         if self.encoding.is_packed:
             blocks = shape[-1] // self.encoding.values
@@ -145,14 +150,61 @@ class GgufTensor(TensorEntry):
         else:
             values = raw.view(self.dtype).reshape(shape)
         values = self.in_order(values)
-        return values - self.dtype.type(self.added) if self.added else values
+        return values if self.restore is None else self.restore(values)
+
+    def read_stored(
+        self,
+        first: int,
+        last: int,
+        memory: np.ndarray | None = None,
+        file: SharedFile | None = None,
+    ) -> np.ndarray:
+        """Return the stored bytes of the rows [first, last) of the checkpoint's tensor.
+
+        Rows that are neighbours in the file are read together. See `TensorEntry.read_bytes`
+        otherwise.
+        """
+        if self.rows is None or first == last:
+            return self.read_bytes(first, last, memory, file)
+        size, source = self.num_bytes // self.shape[0], self.rows[first:last]
+        count = len(source) * size
+        stored = np.empty(count, np.uint8) if memory is None else memory[:count]
+        breaks = np.flatnonzero(np.diff(source) != 1) + 1
+        ends = [0, *breaks.tolist(), len(source)]
+        with nullcontext(file) if file is not None else closing(SharedFile()) as opened:
+            for start, end in pairwise(ends):
+                row = int(source[start])
+                self.read_bytes(row, row + end - start, stored[start * size : end * size], opened)
+        return stored
+
+    @property
+    def input_order(self) -> np.ndarray | None:
+        """The checkpoint's column of each column of blocks, int32, or None for an equal order.
+
+        It is None if `in_order` moves whole blocks to their places.
+        """
+        if self.columns is None:
+            return None
+        blocks = self.columns.reshape(-1, self.encoding.values)
+        starts = blocks[:, :1]
+        moves_blocks = np.array_equal(blocks, starts + np.arange(self.encoding.values))
+        if moves_blocks and not (starts % self.encoding.values).any():
+            return None
+        return np.argsort(self.columns).astype(np.int32)
 
     def in_order(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows of a GGUF tensor in the row order of the Hugging Face checkpoint.
+        """Return rows of a GGUF tensor with columns, and rows of heads, in the checkpoint's order.
 
-        `rows` must be whole heads if the file permutes the rows of each head. Otherwise they are
-        returned unchanged.
+        Args:
+            rows: result of `read_stored`, as values [N, columns] or as blocks [N, blocks, bytes].
+                They are whole heads if the file permutes the rows of each head. Blocks keep their
+                places if there is an `input_order`.
         """
+        if self.columns is not None and rows.ndim == 2:
+            rows = rows[:, self.columns]
+        elif self.columns is not None and self.input_order is None:
+            size = self.encoding.values
+            rows = rows[:, self.columns[::size] // size]
         if not self.heads:
             return rows
         half = self.shape[0] // self.heads // 2

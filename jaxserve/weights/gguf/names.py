@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.models.config.fields import shown
-from jaxserve.models.gguf.metadata import PATTERN, VISION_KEYS, GgufMetadata, Raw
+from jaxserve.models.gguf.metadata import FURTHER, PATTERN, VISION_KEYS, GgufMetadata, Raw
 from jaxserve.models.gguf.rules import (
     COMPUTED,
     COMPUTED_BY_EXPERTS,
@@ -20,6 +21,7 @@ from jaxserve.models.gguf.rules import (
     PER_LAYER,
     READ,
     TEXTS,
+    Change,
     GgufRules,
     Names,
 )
@@ -31,6 +33,7 @@ from jaxserve.weights.gguf.joined import joined
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
 WINDOW_SIZE = "attention.sliding_window"
+MAX_FURTHER = 16
 FUSED = r"blk\.(\d{1,5})\.attn_qkv\.(weight|bias)"
 
 
@@ -106,6 +109,7 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
 
     Raises:
         UnsupportedModel: a key or value is not supported, or a value has the wrong type.
+        CheckpointError: a key without a default is missing.
     """
     prefix = f"{file.metadata['general.architecture']}."
     metadata = {
@@ -113,7 +117,7 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
-    supported = FIELDS.keys() | rules.fields.keys() | READ | rules.read
+    supported = FIELDS.keys() | rules.fields.keys() | READ | rules.read | rules.lists
     computed = _computed(metadata, rules)
     for key in sorted(metadata.keys() & computed.keys() - supported):
         if not is_neutral(metadata[key], computed[key]):
@@ -132,9 +136,14 @@ def _own(file: GgufFile, rules: GgufRules) -> dict[str, Any]:
         raise UnsupportedModel(
             f"{file.path}: jaxserve does not know {listed(prefix + key for key in unknown)}"
         )
+    missing = sorted(rules.required - metadata.keys())
+    if missing:
+        keys = listed(prefix + key for key in missing)
+        raise CheckpointError(f"{file.path}: has no metadata key {keys}, without a default")
     for key in metadata.keys() & PER_LAYER:
-        metadata[key] = _of_all_layers(metadata[key], metadata.get("block_count"))
-    for key in metadata.keys() & supported - {PATTERN, *VISION_KEYS}:
+        layers = metadata.get("block_count")
+        metadata[key] = _of_all_layers(metadata[key], layers, key in rules.absent)
+    for key in metadata.keys() & supported - {PATTERN, *VISION_KEYS, *rules.lists}:
         if np.ndim(metadata[key]) or isinstance(metadata[key], str) != (key in TEXTS):
             kind = "text" if key in TEXTS else "a number"
             if key in PER_LAYER:
@@ -149,13 +158,15 @@ def _computed(metadata: Raw, rules: GgufRules) -> dict[str, tuple[Any, ...]]:
     # Allowed values, by key, of metadata that is not a config field.
     computed = {**COMPUTED, "use_parallel_residual": (rules.parallel,)}
     has_experts = "expert_count" in rules.fields and _says(metadata.get("expert_count", 0))
-    return {**computed, **COMPUTED_BY_EXPERTS} if has_experts else computed
+    return {**computed, **(COMPUTED_BY_EXPERTS if has_experts else {}), **rules.computed}
 
 
-def _of_all_layers(value: Any, layers: Any) -> Any:
-    # One size if all layers have the same. Unequal sizes stay a list.
-    is_list = isinstance(value, np.ndarray) and len(value) == layers
-    return value[0].item() if is_list and (value == value[0]).all() else value
+def _of_all_layers(value: Any, layers: Any, zeros: bool) -> Any:
+    # One size if all layers have the same, or with `zeros` the same or 0. Others stay a list.
+    if not isinstance(value, np.ndarray) or len(value) != layers:
+        return value
+    sizes = value[value != 0] if zeros and value.any() else value
+    return sizes[0].item() if (sizes == sizes[0]).all() else value
 
 
 def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
@@ -172,6 +183,8 @@ def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
     remaining = dict(file.tensors)
     if remaining.keys() >= rules.factors:
         remaining = {name: entry for name, entry in remaining.items() if name not in rules.factors}
+    further = _further_blocks(file, rules)
+    remaining = {name: e for name, e in remaining.items() if not name.startswith(further)}
     tensors: dict[str, TensorEntry] = {}
     for entry in _joined(file, rules, config, remaining):
         tensors[entry.name] = entry
@@ -180,6 +193,16 @@ def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
             if tensors.setdefault(tensor.name, tensor).offset != tensor.offset:
                 raise CheckpointError(f"{file.path}: two tensors are {tensor.name!r}")
     return Checkpoint(file.path, tensors, whole=True)
+
+
+def _further_blocks(file: GgufFile, rules: GgufRules) -> tuple[str, ...]:
+    # Prefixes of the last blocks, which predict further tokens and are not read.
+    metadata = _metadata(file)
+    layers, count = metadata.get("block_count"), metadata.get(FURTHER, 0)
+    if FURTHER not in rules.read or type(layers) is not int or type(count) is not int:
+        return ()
+    count = min(count, MAX_FURTHER)
+    return tuple(f"blk.{index}." for index in range(layers - count, layers))
 
 
 def _joined(
@@ -221,9 +244,35 @@ def _renamed(
         if entry.shape[0] % (2 * heads):
             raise CheckpointError(f"{file.path}: tensor {entry.name!r} does not hold whole heads")
         entry = replace(entry, heads=heads)
-    if rules.norm_offset and name.endswith("norm.weight"):
-        entry = replace(entry, added=rules.norm_offset)
-    yield replace(entry, name=name)
+    change = rules.change(config, name)
+    yield replace(entry if change is None else _changed(entry, change), name=name)
+
+
+def _changed(entry: GgufTensor, change: Change) -> GgufTensor:
+    """Return the entry of a GGUF tensor as the checkpoint's tensor, by the rule `change`.
+
+    The shape stays as it is in the file if the rule does not fit it. The later comparison with the
+    model's shapes then reports the tensor.
+
+    Raises:
+        CheckpointError: the tensor is stored in blocks, and has another shape in the checkpoint.
+    """
+    shape = entry.shape
+    if change.shape is not None and change.shape != shape and prod(change.shape) == prod(shape):
+        if entry.encoding.is_packed:
+            raise CheckpointError(
+                f"{entry.shard.path}: tensor {entry.name!r} is in {entry.encoding.name}; allowed: "
+                "formats without blocks"
+            )
+        shape = change.shape
+    rows, columns = change.rows, change.columns
+    return replace(
+        entry,
+        shape=shape,
+        restore=change.restore,
+        rows=rows if rows is not None and len(rows) == shape[0] else None,
+        columns=columns if columns is not None and len(columns) == shape[-1] else None,
+    )
 
 
 def _query_key_value(

@@ -102,7 +102,8 @@ class GlobalAccess:
     def check_other_ctas(self, lanes: Array, offsets: Array, size: int, writes: bool) -> None:
         """Refuse accesses that race with accesses of another CTA, and record them.
 
-        Two CTAs race if both access a byte and one of them writes it. Readers of bytes that the
+        Two CTAs race if both access a byte and one of them writes it, unless atomic operations
+        order the two accesses. Readers of bytes that the
         launch may not write are not recorded.
         """
         if not writes:
@@ -135,6 +136,7 @@ class GlobalAccess:
                 self.refuse_place(owners[index] != own, lanes, offsets, what)
             return
         if self.publications is not None:  # who wrote a word stays known
+            self.publications.record_reads(lanes[~touched], offsets[~touched], width)
             index, own, flags = index[~touched], own[~touched], flags[~touched]
         shared = ((flags & repeated(READ, width)) != 0) & (owners[index] != own)
         memory.mark(index, width, READ)
@@ -154,6 +156,11 @@ class GlobalAccess:
                 bad = self.publications.unordered(readers, places, 1, owners[marked])
                 self.refuse_place(bad, readers, places, "not ordered after the store, a load of")
                 continue
+            if self.publications is not None and marked.any():
+                others = marked & (owners != mine)
+                others &= (self.memory.flags[starts + byte] & WRITTEN) == 0
+                ordered = ~self.publications.unordered_stores(lanes[others], starts[others] + byte)
+                marked[np.flatnonzero(others)[ordered]] = False
             self.refuse_place(marked & (owners != mine), lanes, starts + byte, "two CTAs touch")
 
     def load(

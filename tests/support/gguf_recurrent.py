@@ -1,0 +1,465 @@
+"""GGUF files of models with states, written as llama.cpp's converter writes them.
+
+Each class follows the class of the same model in llama.cpp's `conversion/` (build 11434, MIT
+license): base.py, lfm2.py, qwen.py, nemotron.py, granite.py, mamba.py and llama.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+from scripts.compare.write_gguf import add_tokenizer
+from tests.support.gguf_files import Type, _add, finish
+from tests.support.recurrent_checkpoints import packed
+
+Tensors = Iterator[tuple[str, np.ndarray]]
+OLDER_NEXT = "older qwen3next"
+# Tensors in float32 in every file.
+EXACT = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv")
+# Of the block that predicts further tokens.
+NEXTN = {
+    "eh_proj": gguf.MODEL_TENSOR.NEXTN_EH_PROJ,
+    "enorm": gguf.MODEL_TENSOR.NEXTN_ENORM,
+    "hnorm": gguf.MODEL_TENSOR.NEXTN_HNORM,
+    "shared_head.norm": gguf.MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM,
+}
+
+
+class Converter:
+    """Converter of one checkpoint folder: base.py's `TextModel`."""
+
+    arch: gguf.MODEL_ARCH
+
+    def __init__(self, folder: Path, writer_path: Path) -> None:
+        self.hparams: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.rope = self.hparams.get("rope_parameters") or {}
+        self.tensors = load_file(folder / "model.safetensors")
+        self.blocks = self.number_of_blocks()
+        self.writer = gguf.GGUFWriter(writer_path, gguf.MODEL_ARCH_NAMES[self.arch])
+        self.names = gguf.get_tensor_name_map(self.arch, self.blocks)
+
+    def number_of_blocks(self) -> int:
+        return self.hparams["num_hidden_layers"]
+
+    def add(self, key: str, value: Any) -> None:
+        """Replace the value of an architecture's key."""
+        key = f"{gguf.MODEL_ARCH_NAMES[self.arch]}.{key}"
+        self.writer.kv_data[0].pop(key, None)
+        _add(self.writer, key, value)
+
+    def set_parameters(self) -> None:
+        hparams = self.hparams
+        self.add("block_count", self.blocks)
+        for field, key in (
+            ("max_position_embeddings", "context_length"),
+            ("hidden_size", "embedding_length"),
+            ("intermediate_size", "feed_forward_length"),
+            ("num_attention_heads", "attention.head_count"),
+            ("num_key_value_heads", "attention.head_count_kv"),
+            ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+            ("norm_eps", "attention.layer_norm_rms_epsilon"),
+            ("layer_norm_epsilon", "attention.layer_norm_epsilon"),
+            ("num_experts", "expert_count"),
+            ("n_routed_experts", "expert_count"),
+            ("num_experts_per_tok", "expert_used_count"),
+            ("n_group", "expert_group_count"),
+            ("topk_group", "expert_group_used_count"),
+            ("head_dim", "attention.key_length"),
+            ("head_dim", "attention.value_length"),
+        ):
+            if hparams.get(field) is not None:
+                self.add(key, hparams[field])
+        if "mrope_section" in self.rope:
+            sections = [*self.rope["mrope_section"], 0, 0, 0, 0][:4]
+            self.add("rope.dimension_sections", sections)
+        if "rope_theta" in self.rope:
+            self.add("rope.freq_base", float(self.rope["rope_theta"]))
+
+    def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
+        other = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if other is None:
+            part = name.removeprefix(f"model.layers.{layer}.").removesuffix(".weight")
+            other = f"{gguf.TENSOR_NAMES[NEXTN[part]].format(bid=layer)}.weight"
+        yield other, tensor
+
+    def formatted(self, key: gguf.MODEL_TENSOR, layer: int | None) -> str:
+        assert key in gguf.MODEL_TENSORS[self.arch]
+        return gguf.TENSOR_NAMES[key].format(bid=layer) + ".weight"
+
+    def filtered(self, name: str) -> str:
+        return name.replace("e_score_correction_bias", "e_score_correction.bias")
+
+    def all_tensors(self) -> Tensors:
+        self.tensors = {self.filtered(name): tensor for name, tensor in self.tensors.items()}
+        for name, tensor in self.tensors.items():
+            number = next((part for part in name.split(".") if part.isdecimal()), None)
+            layer = None if number is None else int(number)
+            yield from self.converted(name, tensor.astype(np.float32), layer)
+
+
+class Lfm2(Converter):
+    """lfm2.py's `LFM2Model`."""
+
+    arch = gguf.MODEL_ARCH.LFM2
+
+    def set_parameters(self) -> None:
+        hparams = self.hparams
+        self.hparams["num_key_value_heads"] = [
+            hparams["num_key_value_heads"] if kind != "conv" else 0
+            for kind in hparams["layer_types"]
+        ]
+        super().set_parameters()
+        self.add("vocab_size", hparams["vocab_size"])
+        self.add("shortconv.l_cache", hparams["conv_L_cache"])
+        self.add("attention.layer_norm_rms_epsilon", hparams["norm_eps"])
+        width = hparams.get("block_ff_dim") or hparams["intermediate_size"]
+        multiple = hparams["block_multiple_of"]
+        if hparams["block_auto_adjust_ff_dim"]:
+            width = int(2 * width / 3)
+            if hparams["block_ffn_dim_multiplier"] is not None:
+                width = int(hparams["block_ffn_dim_multiplier"] * width)
+            width = multiple * ((width + multiple - 1) // multiple)
+        self.add("feed_forward_length", width)
+
+    def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
+        if "conv.conv" in name:
+            tensor = tensor.squeeze(1)
+        yield from super().converted(name, tensor, layer)
+
+
+class Lfm2Moe(Lfm2):
+    """lfm2.py's `LFM2MoeModel`."""
+
+    arch = gguf.MODEL_ARCH.LFM2MOE
+
+    def set_parameters(self) -> None:
+        hparams = self.hparams
+        heads = hparams["num_key_value_heads"]
+        hparams["num_key_value_heads"] = [
+            heads if kind == "full_attention" else 0 for kind in hparams["layer_types"]
+        ]
+        Converter.set_parameters(self)
+        self.add("expert_feed_forward_length", hparams["moe_intermediate_size"])
+        self.add("leading_dense_block_count", hparams["num_dense_layers"])
+        self.add("expert_gating_func", int(gguf.ExpertGatingFuncType.SIGMOID))
+        self.add("vocab_size", hparams["vocab_size"])
+        self.add("shortconv.l_cache", hparams["conv_L_cache"])
+
+    def filtered(self, name: str) -> str:
+        return name.replace(".expert_bias", ".expert_bias.bias")
+
+    def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
+        if ".experts." not in name:
+            yield from super().converted(name, tensor, layer)
+        elif "experts.0." in name:
+            of_all = [
+                self.tensors[name.replace("experts.0.", f"experts.{index}.")]
+                for index in range(self.hparams["num_experts"])
+            ]
+            merged = name.removeprefix("model.").replace("experts.0.", "experts.")
+            yield from super().converted(merged, np.stack(of_all).astype(np.float32), layer)
+
+
+class Qwen3Next(Converter):
+    """qwen.py's `Qwen2MoeModel`, `_QwenMtpMixin` and `Qwen3NextModel`."""
+
+    arch = gguf.MODEL_ARCH.QWEN3NEXT
+
+    def number_of_blocks(self) -> int:
+        further = {name.split(".")[2] for name in self.tensors if name.startswith("mtp.layers.")}
+        return self.hparams["num_hidden_layers"] + len(further)
+
+    def filtered(self, name: str) -> str:
+        if name.startswith("mtp."):
+            remapper = {
+                "fc": "eh_proj",
+                "pre_fc_norm_embedding": "enorm",
+                "pre_fc_norm_hidden": "hnorm",
+                "norm": "shared_head.norm",
+            }
+            first = self.hparams["num_hidden_layers"]
+            parts = name.split(".", 3)
+            if len(parts) == 4 and parts[1] == "layers":
+                return f"model.layers.{first + int(parts[2])}.{parts[3]}"
+            return f"model.layers.{first}.{remapper[parts[1]]}.{parts[2]}"
+        return super().filtered(name)
+
+    def set_parameters(self) -> None:
+        hparams = self.hparams
+        super().set_parameters()
+        for field, key in (
+            ("moe_intermediate_size", "expert_feed_forward_length"),
+            ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
+        ):
+            if hparams.get(field) is not None:
+                self.add(key, hparams[field])
+        if (further := self.blocks - hparams["num_hidden_layers"]) > 0:
+            self.add("nextn_predict_layers", further)
+        self.add("ssm.conv_kernel", hparams["linear_conv_kernel_dim"])
+        self.add("ssm.state_size", hparams["linear_key_head_dim"])
+        self.add("ssm.group_count", hparams["linear_num_key_heads"])
+        self.add("ssm.time_step_rank", hparams["linear_num_value_heads"])
+        self.add(
+            "ssm.inner_size", hparams["linear_value_head_dim"] * hparams["linear_num_value_heads"]
+        )
+        if (kinds := hparams.get("layer_types")) is not None:
+            recurrent = [kind == "linear_attention" for kind in kinds]
+            recurrent += [False] * (self.blocks - len(kinds))
+            self.add("attention.recurrent_layers", recurrent)
+        self.add("full_attention_interval", hparams.get("full_attention_interval", 4))
+        partial = self.rope.get("partial_rotary_factor", 0.25)
+        self.add("rope.dimension_count", int(hparams["head_dim"] * partial))
+
+    def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
+        if name.endswith(".A_log"):
+            tensor = -np.exp(tensor)
+        elif name.endswith(".dt_bias"):
+            name = name.rpartition(".dt_bias")[0] + ".dt_proj.bias"
+        elif "conv1d" in name:
+            tensor = tensor.squeeze()
+        elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            tensor = tensor + np.float32(1)
+        if "in_proj_qkvz.weight" in name:
+            yield from self.projections(tensor, layer)
+        else:
+            yield from self.of_experts(name, tensor, layer)
+
+    def projections(self, tensor: np.ndarray, layer: int | None) -> Tensors:
+        hparams = self.hparams
+        keys, values = hparams["linear_num_key_heads"], hparams["linear_num_value_heads"]
+        size = hparams["linear_key_head_dim"]
+        width = values // keys * hparams["linear_value_head_dim"]
+        embed = hparams["hidden_size"]
+        heads = tensor.T.reshape(-1, keys, 2 * size + 2 * width)
+        q, k, v, z = (
+            part.reshape(embed, -1)
+            for part in np.split(heads, np.cumsum([size, size, width]), axis=-1)
+        )
+        mixed = np.concatenate([q, k, v], axis=-1).T
+        yield self.formatted(gguf.MODEL_TENSOR.ATTN_QKV, layer), mixed
+        yield self.formatted(gguf.MODEL_TENSOR.ATTN_GATE, layer), z.T
+
+    def of_experts(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
+        if name.endswith("mlp.experts.down_proj"):
+            yield from super().converted(f"{name}.weight", tensor, layer)
+        elif name.endswith("mlp.experts.gate_up_proj"):
+            width = tensor.shape[-2] // 2
+            base = name.removesuffix(".gate_up_proj")
+            yield from super().converted(f"{base}.gate_proj.weight", tensor[..., :width, :], layer)
+            yield from super().converted(f"{base}.up_proj.weight", tensor[..., width:, :], layer)
+        elif "experts.0." in name:
+            of_all = [
+                self.tensors[name.replace("experts.0.", f"experts.{index}.")]
+                for index in range(self.hparams["num_experts"])
+            ]
+            merged = name.replace("experts.0.", "experts.")
+            yield from super().converted(merged, np.stack(of_all).astype(np.float32), layer)
+        elif ".experts." not in name:
+            yield from super().converted(name, tensor, layer)
+
+
+class OlderQwen3Next(Qwen3Next):
+    """Of before 2026: one tensor of all projections, and no keys of the layers' kinds."""
+
+    def set_parameters(self) -> None:
+        super().set_parameters()
+        for key in ("attention.recurrent_layers", "full_attention_interval"):
+            self.writer.kv_data[0].pop(f"qwen3next.{key}")
+
+    def projections(self, tensor: np.ndarray, layer: int | None) -> Tensors:
+        yield self.formatted(gguf.MODEL_TENSOR.SSM_IN, layer), tensor
+
+
+class Qwen35(Qwen3Next):
+    """qwen.py's `_LinearAttentionVReorderBase` and `_Qwen35MRopeMixin`."""
+
+    arch = gguf.MODEL_ARCH.QWEN35
+
+    @staticmethod
+    def reordered(
+        tensor: np.ndarray, axis: int, keys: int, values_a_key: int, size: int
+    ) -> np.ndarray:
+        shape = tensor.shape
+        split = [*shape[:axis], keys, values_a_key, size, *shape[axis + 1 :]]
+        return tensor.reshape(split).swapaxes(axis, axis + 1).reshape(shape)
+
+    def set_parameters(self) -> None:
+        super().set_parameters()
+        if "mrope_section" not in self.rope:
+            self.add("rope.dimension_sections", [11, 11, 10, 0])
+
+    def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
+        hparams = self.hparams
+        keys, values = hparams["linear_num_key_heads"], hparams["linear_num_value_heads"]
+        if keys != values and "linear_attn." in name:
+            size, ratio = hparams["linear_value_head_dim"], values // keys
+            rows = 2 * hparams["linear_key_head_dim"] * keys
+            if ".in_proj_qkv." in name or ".conv1d" in name:
+                tensor = tensor.squeeze() if ".conv1d" in name else tensor
+                part = self.reordered(tensor[rows:], 0, keys, ratio, size)
+                tensor = np.concatenate([tensor[:rows], part])
+            elif ".in_proj_z." in name:
+                tensor = self.reordered(tensor, 0, keys, ratio, size)
+            elif name.endswith((".in_proj_b.weight", ".in_proj_a.weight", ".A_log", ".dt_bias")):
+                tensor = self.reordered(tensor, 0, keys, ratio, 1)
+            elif ".out_proj." in name:
+                tensor = self.reordered(tensor, 1, keys, ratio, size)
+        yield from super().converted(name, tensor, layer)
+
+
+class Qwen35Moe(Qwen35):
+    """qwen.py's `Qwen3_5MoeTextModel`."""
+
+    arch = gguf.MODEL_ARCH.QWEN35MOE
+
+
+class NemotronH(Converter):
+    """nemotron.py's `NemotronHModel`, and of its bases `GraniteHybridModel` and `Mamba2Model`."""
+
+    arch = gguf.MODEL_ARCH.NEMOTRON_H
+    is_moe = False
+
+    def __init__(self, folder: Path, writer_path: Path) -> None:
+        super().__init__(folder, writer_path)
+        pattern = self.hparams["hybrid_override_pattern"]
+        self.groups = self.hparams["n_groups"]
+        self.inner = self.hparams["mamba_num_heads"] * self.hparams["mamba_head_dim"]
+        letter = "E" if self.is_moe else "-"
+        self.attention = [index for index, kind in enumerate(pattern) if kind == "*"]
+        self.mamba = [index for index, kind in enumerate(pattern) if kind == "M"]
+        self.mlp = [index for index, kind in enumerate(pattern) if kind == letter]
+        self.further: int | None = None
+        if self.is_moe and self.hparams.get("num_nextn_predict_layers"):
+            self.further = self.blocks
+            self.attention.append(self.blocks)
+            self.mlp.append(self.blocks)
+            self.blocks += 1
+            self.names = gguf.get_tensor_name_map(self.arch, self.blocks)
+
+    def filtered(self, name: str) -> str:
+        if self.further is not None and name.startswith("mtp."):
+            part = name.split(".", 3)[3].replace("final_layernorm", "shared_head.norm")
+            base = "backbone" if "mixer." in part else "model"
+            return f"{base}.layers.{self.further}.{part}"
+        name = super().filtered(name)
+        name = name.replace("model.", "backbone.", 1) if name.startswith("model.") else name
+        name = name.replace("backbone.embed_tokens", "backbone.embeddings")
+        name = name.replace("backbone.norm.", "backbone.norm_f.")
+        if name.endswith(".dt_bias"):
+            name = name.rpartition(".dt_bias")[0] + ".dt.bias"
+        return name
+
+    def set_parameters(self) -> None:
+        hparams = self.hparams
+        super().set_parameters()
+        self.add("vocab_size", hparams["vocab_size"])
+        self.add("rope.dimension_count", hparams["hidden_size"] // hparams["num_attention_heads"])
+        self.add("ssm.conv_kernel", hparams["conv_kernel"])
+        self.add("ssm.state_size", hparams["ssm_state_size"])
+        self.add("ssm.group_count", self.groups)
+        self.add("ssm.inner_size", self.inner)
+        self.add("ssm.time_step_rank", hparams["mamba_num_heads"])
+        heads = hparams["num_key_value_heads"]
+        blocks = range(self.blocks)
+        kv_heads = [heads if index in self.attention else 0 for index in blocks]
+        self.add("attention.head_count_kv", kv_heads)
+        self.add("rope.scaling.finetuned", False)
+        self.add("context_length", 1 << 20)
+        field = "moe_intermediate_size" if self.is_moe else "intermediate_size"
+        width = [hparams[field] if index in self.mlp else 0 for index in blocks]
+        self.add("feed_forward_length", width)
+        if self.is_moe:
+            shared = hparams["moe_shared_expert_intermediate_size"]
+            self.add("expert_feed_forward_length", hparams["moe_intermediate_size"])
+            self.add("expert_shared_feed_forward_length", shared)
+            self.add("expert_shared_count", hparams["n_shared_experts"])
+            if self.further is not None:
+                self.add("nextn_predict_layers", 1)
+            self.add("expert_weights_norm", hparams["norm_topk_prob"])
+            self.add("expert_weights_scale", float(hparams["routed_scaling_factor"]))
+            if hparams.get("moe_latent_size") is not None:
+                self.add("moe_latent_size", hparams["moe_latent_size"])
+
+    @staticmethod
+    def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
+        halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+        return halves.swapaxes(1, 2).reshape(weights.shape)
+
+    def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
+        if name.endswith("q_proj.weight"):
+            tensor = self.permuted(tensor, self.hparams["num_attention_heads"])
+        elif name.endswith("k_proj.weight"):
+            tensor = self.permuted(tensor, self.hparams["num_key_value_heads"])
+        elif name.endswith("mixer.conv1d.weight"):
+            tensor = tensor.squeeze()
+        elif name.endswith("mixer.A_log"):
+            tensor = (-np.exp(tensor)).reshape(-1, 1)
+        elif name.endswith("mixer.D"):
+            tensor = tensor.reshape(-1, 1)
+        elif layer in self.mamba and name.endswith("mixer.norm.weight"):
+            tensor = tensor.reshape(self.groups, -1)
+        if "mixer.experts.0." in name:
+            of_all = [
+                self.tensors[name.replace("experts.0.", f"experts.{index}.")]
+                for index in range(self.hparams["n_routed_experts"])
+            ]
+            name = f"model.layers.{layer}.mlp.experts.{name.split('.')[-2]}.weight"
+            yield from super().converted(name, np.stack(of_all).astype(np.float32), layer)
+        elif ".experts." not in name:
+            yield from super().converted(name, tensor, layer)
+
+
+class NemotronHMoe(NemotronH):
+    """nemotron.py's `NemotronHModel` with experts."""
+
+    arch = gguf.MODEL_ARCH.NEMOTRON_H_MOE
+    is_moe = True
+
+
+CONVERTERS: Mapping[str, type[Converter]] = {
+    "lfm2": Lfm2,
+    "lfm2moe": Lfm2Moe,
+    "qwen3next": Qwen3Next,
+    "qwen35": Qwen35,
+    "qwen35moe": Qwen35Moe,
+    "nemotron_h": NemotronH,
+    "nemotron_h_moe": NemotronHMoe,
+}
+
+
+def convert(
+    folder: Path,
+    path: Path,
+    architecture: str,
+    kind: Type = Type.F32,
+) -> Path:
+    """Write the GGUF file of a checkpoint folder, with matrices in `kind` and the rest in float32.
+
+    Args:
+        folder: holds config.json and model.safetensors.
+        path: path of the file.
+        architecture: llama.cpp's name of the architecture, or `OLDER_NEXT`.
+        kind: form of the matrices.
+    """
+    converter = OlderQwen3Next if architecture == OLDER_NEXT else CONVERTERS[architecture]
+    converter = converter(folder, path)
+    converter.set_parameters()
+    size = converter.hparams["vocab_size"]
+    add_tokenizer(converter.writer, ["<unk>", "<s>", "</s>", *map(str, range(3, size))])
+    for name, values in converter.all_tensors():
+        values = np.ascontiguousarray(values)
+        plain = values.ndim <= 1 or name.endswith("_norm.weight") or not name.endswith(".weight")
+        plain = plain or any(name.endswith(f".{stem}.weight") for stem in EXACT)
+        if plain or kind == Type.F32:
+            converter.writer.add_tensor(name, values)
+        else:
+            converter.writer.add_tensor(name, packed(values, kind), raw_dtype=kind)
+    finish(converter.writer)
+    return path
