@@ -20,9 +20,9 @@ from pallas_kernels.state_arguments import (
     ConvWeights,
     DeltaOptions,
     Mamba2Options,
-    StateCase,
     StateRows,
 )
+from pallas_kernels.state_case import StateCase
 from tests.support.fast_compile import EXACT
 
 PLACES = 14
