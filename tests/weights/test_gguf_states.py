@@ -22,7 +22,9 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import ModelConfig, parse_model_config, read_model_config
 from jaxserve.models.registry import GGUF_RULES
+from jaxserve.models.shards import Part
 from jaxserve.weights import GgufFile, gguf_config, gguf_fields, load_weights, read_gguf
+from jaxserve.weights.cutting import cut
 from jaxserve.weights.gguf.file import ENCODINGS, Encoding
 from jaxserve.weights.gguf.names import named_tensors
 from jaxserve.weights.model_weights import parameters_of
@@ -185,6 +187,13 @@ def test_value_heads_move_as_blocks_or_as_inputs(tmp_path):
         config = gguf_config(read_gguf(file))
         out = values_of(read_gguf(file), config, panels=True, packed=True)["layers.0.delta.out"]
         assert out.layout == "block_panels" and (out.order is None) == in_order
+        # Inputs in another order cannot be cut. Outputs can.
+        if out.order is not None:
+            upper = Part((256, 256), (((0, 128),), ((0, 256),)))
+            with pytest.raises(UnsupportedModel, match=r"delta\.out: .*value head.*allowed: 1"):
+                cut(out, ("mlp", "embed"), upper, "layers.0.delta.out")
+            left = cut(out, ("mlp", "embed"), Part((256, 256), (((0, 256),), ((0, 128),))), "x")
+            np.testing.assert_array_equal(in_full(left), in_full(out)[:128])
 
 
 # Further layers, with the fields that the converter reads for them.
