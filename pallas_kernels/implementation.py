@@ -55,10 +55,8 @@ KERNELS: Mapping[tuple[str, str], Mapping[str, str]] = MappingProxyType(
         ("gated_delta", "gpu"): {"triton": "gpu.triton_state_chunks", "xla": "reference"},
         ("mamba2", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
         ("mamba2", "gpu"): {"triton": "gpu.triton_state_chunks", "xla": "reference"},
-        # Steps of one token per row.
-        ("conv_step", "cpu"): {"llvm": "cpu.causal_conv", "xla": "reference"},
+        # Steps of one token per row. On a CPU the operations above compute them.
         ("conv_step", "gpu"): {"triton": "gpu.triton_states", "xla": "reference"},
-        ("conv_recurrence", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
         ("conv_recurrence", "gpu"): {"triton": "gpu.triton_states", "xla": "reference"},
     }
 )

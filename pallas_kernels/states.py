@@ -57,7 +57,7 @@ def causal_conv(
         y [T,C] of x's dtype, zeros for padding, and the new states. The computation is in the dtype
         of the states.
     """
-    op = _step_of("conv_step", x, rows) if one_token else "causal_conv"
+    op = "conv_step" if one_token and _has_step_kernel(x, rows) else "causal_conv"
     run = _chosen(op, x, states, len(weight), implementation)
     return run(x, states, weight, bias, rows, options)
 
@@ -157,9 +157,8 @@ def conv_recurrence(
         convolution is rounded to the dtype of `mixed`.
     """
     conv, state = states
-    if one_token:
-        op = _step_of("conv_recurrence", mixed, rows)
-        run = _chosen(op, mixed, state, options.inputs, implementation)
+    if one_token and _has_step_kernel(mixed, rows):
+        run = _chosen("conv_recurrence", mixed, state, options.inputs, implementation)
         return run(mixed, gates, states, weights, constants, rows, options)
     weight, bias = weights
     mixed, conv = causal_conv(mixed, conv, weight, bias, rows, SILU, implementation=implementation)
@@ -169,11 +168,12 @@ def conv_recurrence(
     return y, (conv, state)
 
 
-def _step_of(op: str, x: jax.Array, rows: StateRows) -> str:
+def _has_step_kernel(x: jax.Array, rows: StateRows) -> bool:
+    """Return whether steps of one token per row have a kernel of their own: true for GPUs."""
     tokens, count = len(x), len(rows.target)
     if tokens != count:
         raise ValueError(f"x has T = {tokens} tokens; expected one for each of {count} rows")
-    return op
+    return target_device().is_gpu
 
 
 def _chosen(

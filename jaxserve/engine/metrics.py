@@ -105,10 +105,9 @@ class SnapshotStats:
         saved: snapshots taken. A later border of an answer replaces the snapshot of an earlier one
             and is not counted.
         restored: prompts that continued from a snapshot.
-        evicted: snapshots evicted for others. Those that left the cache with their pages are not
-            counted.
-        lost_pages: cached pages of prompts that were computed again, since no later snapshot was
-            there.
+        evicted: snapshots evicted for others. Snapshots dropped with their pages are not counted.
+        lost_pages: cached pages whose tokens were computed again, because no snapshot followed
+            them.
     """
 
     held: int = 0
@@ -190,7 +189,7 @@ def snapshot_metrics(stats: EngineStats) -> tuple[dict[str, Valued], dict[str, V
         f"{SNAPSHOTS}_restored": ("Prompts continued from a snapshot.", float(counts.restored)),
         f"{SNAPSHOTS}_evicted": ("Snapshots evicted for others.", float(counts.evicted)),
         f"{SNAPSHOTS}_lost_pages": (
-            "Cached pages of prompts that were computed again for want of a snapshot.",
+            "Cached pages computed again because no snapshot followed them.",
             float(counts.lost_pages),
         ),
     }

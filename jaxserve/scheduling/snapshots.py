@@ -51,8 +51,8 @@ class SnapshotPool:
 
     def usable(self, pages: np.ndarray) -> int:
         """Return how many of the first pages of a prefix end with a page that has a snapshot."""
-        found = np.flatnonzero(self._of_page[pages] >= 0)
-        return int(found[-1]) + 1 if len(found) else 0
+        ends = np.flatnonzero(self._of_page[pages] >= 0)
+        return int(ends[-1]) + 1 if len(ends) else 0
 
     def pin(self, page: int) -> int:
         """Return the snapshot of a page, which stays until `unpin`."""
@@ -158,17 +158,18 @@ class StateSaver:
 
     They are the page at which a prompt left the cached prefix of other prompts, the last full page
     of a prompt, and the last full page of an answer so far. A launch saves at most one border of a
-    row. In a prompt without a cached page, a launch that reaches a multiple of 1,024
-    tokens saves the last one: the beginning of a long prompt is often a document or instructions
-    that other prompts share, and the question after them is short. Prefixes of fewer than 256
+    row. In a prompt without a cached page, a launch that reaches a multiple of 1,024 tokens saves
+    the last one: the beginning of a long prompt is often a document or instructions that other
+    prompts share, and the question after it is short. Prefixes of fewer than 256
     tokens evict no snapshot. The snapshot of a prompt's end is evicted first once the longer one of
     its answer exists, which the next turn of a chat uses.
 
-    `python -m scripts.bench.prefix --part hits --part chats` measures these borders. With a
-    snapshot for each 9,000 cached tokens and 600,000 pages, 11.9 % of the tokens of Mooncake's
-    trace are reused, 2.5 % with a snapshot at every 1,024 tokens and 0.1 % at every page. With one
-    for each 1,024 tokens it is 16.6 % and 17.1 %: a launch saves one border of a row, and long
-    prompts have several in each launch. Chats reuse as many tokens as without states.
+    `python -m scripts.bench.prefix --part hits --part chats` measures these borders on Mooncake's
+    trace, with 600,000 pages and one request at a time. With a snapshot for each 9,000 cached
+    tokens, 11.9 % of the tokens are reused. A snapshot at every 1,024 tokens gives 2.5 %, and at
+    every page 0.1 %. With a snapshot for each 1,024 cached tokens, these borders give 16.6 % and
+    every 1,024 tokens 17.1 %: long prompts reach several multiples in a launch, which saves one.
+    Chats reuse as many tokens as without states.
 
     Args:
         pool: the page pool, whose evictions drop snapshots.
@@ -312,7 +313,6 @@ class StateSaver:
             self._branch[slot] = 0
 
     def _demote_prompt(self, slot: int) -> None:
-        """Let the snapshot at the end of a slot's prompt be evicted first."""
         last = int(self._slots.num_prompt[slot]) // self._pool.page_size - 1
         if last >= 0:
             key = self._slots.page_keys[slot, last]

@@ -15,15 +15,12 @@ from typing import Any
 import jax
 
 from pallas_kernels.cpu.arithmetic import LOG2_E, exp2, float_type, stored_type
-from pallas_kernels.cpu.causal_conv import causal_conv
 from pallas_kernels.cpu.ffi import NAMES, registered
 from pallas_kernels.cpu.handler import Field, part_bounds
 from pallas_kernels.cpu.ir_builder import Code, const, filled, suffix
 from pallas_kernels.cpu.row_sums import MOST_PARTS, WORK_OF_A_PART, Vectors
 from pallas_kernels.cpu.state_rows import ROWS, StateKernel, StateRow
 from pallas_kernels.state_arguments import (
-    ConvOptions,
-    ConvWeights,
     DeltaOptions,
     Mamba2Options,
     StateRows,
@@ -277,19 +274,3 @@ def recurrence(
 
 
 gated_delta = mamba2 = recurrence
-
-
-def conv_recurrence(
-    mixed: jax.Array,
-    gates: jax.Array,
-    states: tuple[jax.Array, jax.Array],
-    weights: ConvWeights,
-    constants: jax.Array,
-    rows: StateRows,
-    options: DeltaOptions | Mamba2Options,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Compute ``pallas_kernels.conv_recurrence`` on CPU."""
-    weight, bias = weights
-    mixed, conv = causal_conv(mixed, states[0], weight, bias, rows, ConvOptions("silu"))
-    y, state = recurrence(mixed, gates, states[1], constants, rows, options)
-    return y, (conv, state)

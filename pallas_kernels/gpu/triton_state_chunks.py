@@ -30,6 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.gpu.triton_states import softplus
 from pallas_kernels.gpu.triton_tile import Parts, ceil_div, power_of_two, spread
 from pallas_kernels.state_arguments import DeltaOptions, Mamba2Options, StateRows
 from pallas_kernels.state_case import StateCase
@@ -138,16 +139,6 @@ class ChunkSpec:
         return numbers.astype(dtype)
 
 
-def _softplus(x: jax.Array) -> jax.Array:
-    # log(1 + e) is 2 atanh(e / (2 + e)), whose series is exact to float32 for e up to 1. A GPU's
-    # approximate logarithm is not exact near 1.
-    exponential = jnp.exp(-jnp.abs(x))
-    ratio = exponential / (2.0 + exponential)
-    square = ratio * ratio
-    series = functools.reduce(lambda total, n: total * square + 1 / n, range(13, 0, -2), 0.0)
-    return jnp.maximum(x, 0.0) + 2.0 * ratio * series
-
-
 def _scaled(numbers: jax.Array, factors: jax.Array, axis: int) -> jax.Array:
     return numbers * spread(factors, numbers.shape, axis)
 
@@ -219,12 +210,12 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
     rate = jnp.exp(constant(0))
     if isinstance(sizes, DeltaOptions):
         write = sizes.strength / (1.0 + jnp.exp(-gate(0)))
-        decay = _softplus(gate(1) + constant(1))
+        decay = softplus(gate(1) + constant(1))
         key_products, *squares = others
         query_factor, key_factor = (lax.rsqrt(square + sizes.eps) for square in squares)
         query_factor = query_factor * sizes.inputs**-0.5
     else:
-        decay = jnp.clip(_softplus(gate() + constant(1)), sizes.least, sizes.most)
+        decay = jnp.clip(softplus(gate() + constant(1)), sizes.least, sizes.most)
         key_factor, query_factor, write = decay, jnp.full(decay.shape, 1.0, jnp.float32), None
     decay = jnp.where(is_real, jnp.maximum(-rate * decay, STRONGEST), 0.0)
 

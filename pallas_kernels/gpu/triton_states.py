@@ -248,14 +248,15 @@ class _HeadNumbers:
         if isinstance(options, DeltaOptions):
             write = gates[row.number, 0, head].astype(jnp.float32)
             write = options.strength / (1.0 + jnp.exp(-write))
-            step = _softplus(gates[row.number, 1, head].astype(jnp.float32) + constants[1, head])
+            step = softplus(gates[row.number, 1, head].astype(jnp.float32) + constants[1, head])
             return cls(jnp.exp(-rate * step), write)
-        step = _softplus(gates[row.number, head].astype(jnp.float32) + constants[1, head])
+        step = softplus(gates[row.number, head].astype(jnp.float32) + constants[1, head])
         step = jnp.minimum(jnp.maximum(step, options.least), options.most)
         return cls(jnp.exp(-rate * step), step, constants[2, head])
 
 
-def _softplus(x: jax.Array) -> jax.Array:
+def softplus(x: jax.Array) -> jax.Array:
+    """Return log(1 + exp(x)), with a relative error of at most 2.3e-7 in float32."""
     # log(1 + e) is 2 atanh(e / (2 + e)), whose series is exact to float32 for e up to 1. A GPU's
     # approximate logarithm is not exact near 1.
     exponential = jnp.exp(-jnp.abs(x))

@@ -126,12 +126,12 @@ def state_hit_rates(
             without, _ = _hit_rate(jobs, setting, None)
             for ratio in ratios:
                 count = max(1, pages * page_size // ratio)
-                given = replace(setting, num_snapshots=count)
+                with_states = replace(setting, num_snapshots=count)
                 row: Numbers = {"pages": pages, "slots": most, "tokens_per_snapshot": ratio}
                 row |= {"snapshots": count, "none_pct": without}
                 for name, policy in POLICIES.items():
                     if policy is not None:
-                        row[f"{name}_pct"], micros = _hit_rate(jobs, given, policy)
+                        row[f"{name}_pct"], micros = _hit_rate(jobs, with_states, policy)
                         if name == "ours":
                             row["plan_cpu_us"] = micros
                 rows.append(row)
@@ -218,6 +218,7 @@ def make_chats(count: int, turns: int, scale: int = 1, seed: int = 0) -> list[Ch
 
 def serve_chats(llm: Any, chats: list[Chat]) -> tuple[list[list[list[int]]], int, int]:
     """Serve chats turn by turn. Return answers by turn, prompt tokens and cached tokens."""
+    # Imported here: the part "hits" does without JAX.
     from jaxserve import SamplingParams
 
     histories: list[list[int]] = [[] for _ in chats]

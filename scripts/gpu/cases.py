@@ -91,7 +91,7 @@ def grouped_cases() -> list[GroupedCase]:
 
 
 @dataclasses.dataclass(frozen=True)
-class StateCase:
+class ChunkCase:
     """Operation with a state per sequence to compile, in the sizes of a model.
 
     Attributes:
@@ -112,20 +112,20 @@ class StateCase:
         return f"{self.op} {self.dtype} {self.model}"
 
 
-def state_cases() -> list[StateCase]:
+def state_cases() -> list[ChunkCase]:
     """List the convolutions and recurrences of models, and sizes that are no powers of two."""
     found = []
     for dtype in ("bfloat16", "float32"):
         found += [
-            StateCase("causal_conv", dtype, "Qwen3.5-0.8B", (4, 6144)),
-            StateCase("gated_delta", dtype, "Qwen3.5-0.8B", (16, 16, 128, 128)),
-            StateCase("gated_delta", dtype, "Qwen3.6-35B-A3B", (16, 32, 128, 128)),
-            StateCase("mamba2", dtype, "Nemotron-H-8B", (8, 128, 128, 64)),
-            StateCase("mamba2", dtype, "Nemotron-Nano-9B-v2", (8, 128, 128, 80)),
-            StateCase("gated_delta", dtype, "uneven", (3, 6, 40, 72)),
-            StateCase("mamba2", dtype, "wide", (1, 24, 256, 64)),
+            ChunkCase("causal_conv", dtype, "Qwen3.5-0.8B", (4, 6144)),
+            ChunkCase("gated_delta", dtype, "Qwen3.5-0.8B", (16, 16, 128, 128)),
+            ChunkCase("gated_delta", dtype, "Qwen3.6-35B-A3B", (16, 32, 128, 128)),
+            ChunkCase("mamba2", dtype, "Nemotron-H-8B", (8, 128, 128, 64)),
+            ChunkCase("mamba2", dtype, "Nemotron-Nano-9B-v2", (8, 128, 128, 80)),
+            ChunkCase("gated_delta", dtype, "uneven", (3, 6, 40, 72)),
+            ChunkCase("mamba2", dtype, "wide", (1, 24, 256, 64)),
         ]
-    return [*found, StateCase("causal_conv", "bfloat16", "LFM2-350M", (3, 1024))]
+    return [*found, ChunkCase("causal_conv", "bfloat16", "LFM2-350M", (3, 1024))]
 
 
 STATE_KERNELS = {
@@ -434,4 +434,7 @@ def short_cases() -> list[Any]:
         experts,
         QuantizedGroupedCase("int4", experts, 32, "minima"),
         RecurrentCase("delta", "Qwen3.5-0.8B", 64, (16, 16, 128, 128)),
+        ChunkCase("causal_conv", "bfloat16", "Qwen3.5-0.8B", (4, 6144)),
+        ChunkCase("gated_delta", "bfloat16", "Qwen3.6-35B-A3B", (16, 32, 128, 128)),
+        ChunkCase("mamba2", "bfloat16", "Nemotron-Nano-9B-v2", (8, 128, 128, 80)),
     ]

@@ -30,11 +30,11 @@ from scripts.gpu.cases import (
     STATE_KERNELS,
     STEP_KERNELS,
     Case,
+    ChunkCase,
     GroupedCase,
     QuantizedCase,
     QuantizedGroupedCase,
     RecurrentCase,
-    StateCase,
     StepCase,
     case_lists,
 )
@@ -152,7 +152,7 @@ def compile_recurrent(case: RecurrentCase, compiler: Compiler) -> dict[str, Any]
     return compiler.row(case.name, call, shapes, RECURRENT_KERNELS, states[-1].shape, donate=(0,))
 
 
-def compile_states(case: StateCase, compiler: Compiler) -> dict[str, Any]:
+def compile_states(case: ChunkCase, compiler: Compiler) -> dict[str, Any]:
     """Compile an operation with a state per sequence. "kv_copies" counts copies of the states."""
 
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -206,7 +206,7 @@ COMPILE: Mapping[type, Callable[[Any, Compiler], dict[str, Any]]] = MappingProxy
         QuantizedCase: compile_quantized,
         QuantizedGroupedCase: compile_quantized_grouped,
         RecurrentCase: compile_recurrent,
-        StateCase: compile_states,
+        ChunkCase: compile_states,
         StepCase: compile_step,
     }
 )

@@ -11,14 +11,8 @@ from scripts.machine_code.launch import Geometry, launch
 from tests.machine_code.snippets import kernel
 
 CTAS, THREADS = 4, 64
-# Every thread stores a number, and the last CTA adds up those of all CTAs, thread by thread.
-BODY = """
-mov.u32 %r1, %ctaid.x;
-mad.lo.u32 %r2, %r1, 64, %r0;
-mad.wide.u32 %d3, %r2, 4, %d0;
-st.global.b32 [%d3], %r2;
-bar.sync 0;
-mad.wide.u32 %d6, %r1, 4, %d1;
+# The last CTA to count goes on.
+COUNT = """
 mov.u32 %r3, found;
 setp.eq.u32 %p1, %r0, 0;
 @%p1 atom.global.gpu.acq_rel.add.u32 %r4, [%d1], 1;
@@ -27,6 +21,19 @@ bar.sync 0;
 ld.shared.b32 %r4, [%r3];
 setp.ne.u32 %p2, %r4, 3;
 @%p2 bra $done;
+"""
+# Every thread stores a number, and the last CTA adds up those of all CTAs, thread by thread.
+BODY = (
+    """
+mov.u32 %r1, %ctaid.x;
+mad.lo.u32 %r2, %r1, 64, %r0;
+mad.wide.u32 %d3, %r2, 4, %d0;
+st.global.b32 [%d3], %r2;
+bar.sync 0;
+mad.wide.u32 %d6, %r1, 4, %d1;
+"""
+    + COUNT
+    + """
 xor.b32 %r6, %r0, 32;
 mad.wide.u32 %d4, %r6, 4, %d0;
 ld.global.b32 %r10, [%d4];
@@ -40,6 +47,7 @@ mad.wide.u32 %d5, %r0, 4, %d2;
 st.global.b32 [%d5], %r10;
 $done:
 """
+)
 ATOMIC = "atom.global.gpu.acq_rel.add.u32"
 BARRIER = "st.global.b32 [%d3], %r2;\nbar.sync 0;"
 # Missing parts: the replaced text, its replacement, and the text of the refusal.
@@ -54,26 +62,23 @@ BUGS = {
 }
 
 # All CTAs read the same numbers, and the last one overwrites them.
-OVERWRITING = """
+OVERWRITING = (
+    """
 xor.b32 %r6, %r0, 32;
 mad.wide.u32 %d3, %r0, 4, %d0;
 mad.wide.u32 %d4, %r6, 4, %d0;
 ld.global.b32 %r10, [%d4];
 bar.sync 0;
-mov.u32 %r3, found;
-setp.eq.u32 %p1, %r0, 0;
-@%p1 atom.global.gpu.acq_rel.add.u32 %r4, [%d1], 1;
-@%p1 st.shared.b32 [%r3], %r4;
-bar.sync 0;
-ld.shared.b32 %r4, [%r3];
-setp.ne.u32 %p2, %r4, 3;
-@%p2 bra $done;
+"""
+    + COUNT
+    + """
 add.u32 %r10, %r10, 7;
 st.global.b32 [%d3], %r10;
 mad.wide.u32 %d5, %r0, 4, %d2;
 st.global.b32 [%d5], %r10;
 $done:
 """
+)
 READ = "[%d4];\nbar.sync 0;"
 LOST = {
     "a barrier before": (READ, READ.replace("bar.sync 0;", "")),
