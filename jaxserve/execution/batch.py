@@ -49,7 +49,7 @@ class StepBatch(Generic[AnyArray]):
     # Pages that the rows' slots got since their last launch, and their positions in the flat page
     # table. Unused positions lie beyond its end.
     page_places: Int32[AnyArray, " C"]
-    page_ids: Int32[AnyArray, " C"]
+    page_ids: Int32[AnyArray, "*parts C"]  # of each part of a block, if it has several
     # The fields of `Settings`.
     stop_length: Int32[AnyArray, " R"]
     min_length: Int32[AnyArray, " R"]
@@ -91,16 +91,21 @@ class _Parts(Generic[AnyArray]):
     num_steps: Int32[AnyArray, " 1"]
     settings: Int32[AnyArray, "R W"]
     states: Int32[AnyArray, "3 R"] | None
-    pages: Int32[AnyArray, "2 C"]
+    pages: Int32[AnyArray, "1_plus_parts C"]
 
 
 def _size(bucket: Bucket, slots: SlotTable) -> int:
     rows = rows_size(bucket.num_rows) + (3 * bucket.num_rows if slots.keeps_states else 0)
-    return 4 * bucket.num_tokens + rows + 2 * room_for_pages(bucket, slots.page_size)
+    pages = (1 + slots.num_parts) * room_for_pages(bucket, slots.page_size)
+    return 4 * bucket.num_tokens + rows + pages
 
 
 def _parts(
-    words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int, keeps_states: bool
+    words: Int32[AnyArray, " N"],
+    num_tokens: int,
+    num_rows: int,
+    keeps_states: bool,
+    num_parts: int,
 ) -> _Parts[AnyArray]:
     # The room for new pages follows from the length of the array.
     T, R, W = num_tokens, num_rows, WIDTH
@@ -115,12 +120,16 @@ def _parts(
         words[settings - 1 : settings],
         words[settings:states].reshape(R, W),
         words[states:pages].reshape(3, R) if keeps_states else None,
-        words[pages:].reshape(2, -1),
+        words[pages:].reshape(1 + num_parts, -1),
     )
 
 
 def unpack(
-    words: Int32[AnyArray, " N"], num_tokens: int, num_rows: int, keeps_states: bool = False
+    words: Int32[AnyArray, " N"],
+    num_tokens: int,
+    num_rows: int,
+    keeps_states: bool = False,
+    num_parts: int = 1,
 ) -> StepBatch[AnyArray]:
     """Return the batch of a packed array: views of it on the host, slices of it in a program.
 
@@ -129,8 +138,9 @@ def unpack(
         num_tokens: T of the bucket.
         num_rows: R of the bucket.
         keeps_states: whether layers of the model keep states.
+        num_parts: number of pages of a block of each kind together.
     """
-    parts = _parts(words, num_tokens, num_rows, keeps_states)
+    parts = _parts(words, num_tokens, num_rows, keeps_states, num_parts)
 
     def read(columns: slice | int, dtype: type[np.generic]) -> AnyArray:
         part = parts.settings[:, columns]
@@ -140,7 +150,10 @@ def unpack(
 
     tokens, positions, row_of_token, targets = parts.tokens
     kv_len, slots, sample_index, sample_slots = parts.rows
-    page_places, page_ids = parts.pages
+    if num_parts == 1:
+        page_places, page_ids = parts.pages
+    else:
+        page_places, page_ids = parts.pages[0], parts.pages[1:]
     return StepBatch(
         tokens=tokens,
         positions=positions,
@@ -193,7 +206,8 @@ def pack(
     """
     num_rows, num_tokens = len(plan), plan.total_tokens
     words = np.empty(_size(bucket, slots), np.int32)
-    parts = _parts(words, bucket.num_tokens, bucket.num_rows, slots.keeps_states)
+    shape = bucket.num_tokens, bucket.num_rows, slots.keeps_states, slots.num_parts
+    parts = _parts(words, *shape)
     tokens, positions, row_of_token, targets = parts.tokens
     kv_len, padded, sample_index, sample_slots = parts.rows
     query_start = parts.query_start
@@ -228,11 +242,11 @@ def pack(
     slots.settings.take(rows, axis=0, out=parts.settings, mode="clip")
     if parts.states is not None:
         _lay_states(plan, parts.states)
-    places, pages = parts.pages
+    places, pages = parts.pages[0], parts.pages[1:]
     count = 0 if new_pages is None else len(new_pages)
-    places[count:] = slots.flat_page_table.size
+    places[count:] = slots.page_table.size
     if new_pages is not None:
-        places[:count], pages[:count] = new_pages, slots.flat_page_table.take(new_pages)
+        places[:count], pages[:, :count] = new_pages, slots.pool_pages(new_pages)
     targets[:] = NO_TOKEN
     if slots.has_prompt_logprobs and not bucket.decode_only:
         targets[:num_tokens] = _prompt_targets(plan, slots, positions[:num_tokens])

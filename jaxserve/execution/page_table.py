@@ -68,17 +68,17 @@ def _whole_rows(whole: Int[np.ndarray, " n"], slots: SlotTable) -> Iterator[Whol
     for first in range(0, len(whole), ROWS):
         part = whole[first : first + ROWS]
         owners, rows = null_rows(slots)
-        owners[: len(part)], rows[: len(part)] = part, slots.page_table[part]
+        owners[: len(part)], rows[: len(part)] = part, slots.device_rows(part)
         yield owners, rows
 
 
 def null_rows(slots: SlotTable) -> WholeRows:
     """Return slots and rows of the page table that `set_rows` ignores, for padding.
 
-    The slots are int32[8], all beyond the table. The rows are int32[8, M], all zeros.
+    The slots are int32[8], all beyond the table. The rows are int32[8, W], all zeros.
     """
     owners = np.full(ROWS, slots.num_slots + 1, np.int32)
-    return owners, np.zeros((ROWS, slots.max_pages), np.int32)
+    return owners, np.zeros((ROWS, slots.num_columns), np.int32)
 
 
 def put_pages(

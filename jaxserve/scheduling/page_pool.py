@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from jaxserve.scheduling.page_index import Change, ClearedPages, PageIndex, RemovedPages
+from jaxserve.scheduling.page_kinds import ONE_KIND, PoolKind
 
 NULL_PAGE = 0
 NO_PAGES = np.zeros(0, np.int32)
 _NOWHERE = -1
+# The keys of a kind's blocks are the keys of the tokens, modified by the number of the kind.
+_SALT = 0x9E3779B97F4A7C15
 
 
 class Snapshots(Protocol):
@@ -19,6 +22,24 @@ class Snapshots(Protocol):
 
     def drop(self, pages: np.ndarray) -> None: ...
     def clear(self) -> None: ...
+
+
+class CachedPrefix(NamedTuple):
+    """The cached blocks of a prefix.
+
+    Attributes:
+        blocks: for each kind of pages intp[n], the blocks in the order of their tokens, or 0 where
+            a kind has no cached block. The first kind has all of them.
+        is_end: bool[n], whether a sequence can start after each block, because every kind has all
+            blocks within its window. None if it can start after each.
+    """
+
+    blocks: list[np.ndarray]
+    is_end: np.ndarray | None = None
+
+    def first(self, count: int) -> list[np.ndarray]:
+        """Return the first `count` blocks of each kind."""
+        return [blocks[:count] for blocks in self.blocks]
 
 
 class PagePool:
@@ -29,15 +50,37 @@ class PagePool:
     of padding, and is never allocated. The cost of each operation is proportional to the number of
     its pages.
 
+    All pages have equally many bytes. If the model has several kinds of pages (see `PoolKind`), a
+    sequence holds blocks of several pages. A block is named by its first page, and belongs to one
+    kind until it is free. Every method takes and returns blocks, which for one kind are pages.
+
+    Args:
+        num_pages: number of pages, the null page included.
+        page_size: number of tokens of a block.
+        kinds: the kinds of pages. One key stands for a block of each kind.
+
+    Attributes:
+        block_pages: int32[num_pages, most pages of a block], the pages of each block. Undefined for
+            pages that are not the first one of a block, and for one kind.
+
     Raises:
         ValueError: `num_pages` is below 2.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, kinds: Sequence[PoolKind] = ONE_KIND
+    ) -> None:
         if num_pages < 2:
             raise ValueError(f"a pool needs at least 2 pages (one is the null page): {num_pages}")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.kinds = tuple(kinds)
+        counts = [kind.num_pages for kind in kinds]
+        self._is_plain, self._most_of_block = counts == [1], max(counts)
+        rows = 0 if self._is_plain else num_pages
+        self._counts = np.array(counts)
+        self._kind_of = np.zeros(rows, np.int8)
+        self.block_pages = np.zeros((rows, self._most_of_block), np.int32)
         # A counter that grows when pages become free or cached, so that a sequence that did not fit
         # before may fit.
         self.num_changes = 0
@@ -51,7 +94,7 @@ class PagePool:
 
     def reset(self) -> None:
         """Free all pages and remove all keys from the prefix cache."""
-        # int32[P], the number of sequences that hold each page.
+        # int32[P], the number of sequences that hold each block.
         self.ref_count = np.zeros(self.num_pages, np.int32)
         # bool[P], whether the index finds the page by its key.
         self.is_cached = np.zeros(self.num_pages, bool)
@@ -59,11 +102,12 @@ class PagePool:
         # A stack whose top is its end. Low page ids are allocated first.
         self._blank = np.arange(self.num_pages - 1, 0, -1)
         self._num_blank = self.num_pages - 1
-        # Free cached pages are in `_queue[_head:_tail]`, in the order of eviction. An entry is
-        # valid only if `_place_of[page]` is its position. Changing that removes a page.
+        # Free cached blocks are in `_queue[_head:_tail]`, in the order of eviction. An entry is
+        # valid only if `_place_of[block]` is its position. Changing that removes a block.
         self._queue = np.zeros(2 * self.num_pages, np.intp)
         self._place_of = np.full(self.num_pages, _NOWHERE, np.int64)
-        self._head = self._tail = self._num_evictable = 0
+        self._head = self._tail = 0
+        self._num_evictable = 0  # pages of these blocks
         self.num_changes += 1
         self._tell_cleared()
 
@@ -77,17 +121,23 @@ class PagePool:
         """Number of pages of the pool without the null page."""
         return self.num_pages - 1
 
-    def allocate(self, count: int) -> np.ndarray:
-        """Allocate pages with reference count 1 and return them, intp[count].
+    def allocate(self, count: int, kind: int = 0) -> np.ndarray:
+        """Allocate blocks of a kind with reference count 1 and return them, intp[count].
 
-        The caller has checked that `count` is at most `num_free`. If there are too few free pages
-        without a key, cached free pages are evicted from the prefix cache.
+        The caller has checked that their pages are at most `num_free`. If there are too few free
+        pages without a key, cached free blocks are evicted from the prefix cache.
         """
-        assert count <= self.num_free, "allocate beyond num_free"
-        if count > self._num_blank:
-            self._evict(count - self._num_blank)
-        self._num_blank -= count
-        pages = self._blank[self._num_blank : self._num_blank + count][::-1].copy()
+        each = 1 if self._is_plain else self.kinds[kind].num_pages
+        total = count * each
+        assert total <= self.num_free, "allocate beyond num_free"
+        if total > self._num_blank:
+            self._evict(total - self._num_blank)
+        self._num_blank -= total
+        pages = self._blank[self._num_blank : self._num_blank + total][::-1].copy()
+        if not self._is_plain:
+            rows = pages.reshape(count, each)
+            pages = rows[:, 0].copy()
+            self.block_pages[pages, :each], self._kind_of[pages] = rows, kind
         self.ref_count[pages] = 1
         return pages
 
@@ -95,21 +145,38 @@ class PagePool:
         # One in 64 of the remaining evictable pages is evicted too, as a call costs more than a
         # page.
         count += (self._num_evictable - count) // 64
-        pages = self._next_evictable(count)
-        self._place_of[pages] = _NOWHERE
-        self._num_evictable -= count
+        blocks = self._next_evictable(-(-count // self._most_of_block))
+        size = self._size(blocks)
+        while size < count:
+            more = self._next_evictable(-(-(count - size) // self._most_of_block))
+            blocks, size = np.concatenate([blocks, more]), size + self._size(more)
+        self._place_of[blocks] = _NOWHERE
+        self._num_evictable -= size
         if self.on_change is not None:
-            self.on_change(RemovedPages(self.index.keys(pages)))
+            first = blocks if self._is_plain else blocks[self._kind_of[blocks] == 0]
+            self.on_change(RemovedPages(self.index.keys(first)))
         if self.snapshots is not None:
-            self.snapshots.drop(pages)
-        self.index.remove(pages)
-        self.is_cached[pages] = False
-        self.num_evictions += count
-        self._add_blank(pages)
+            self.snapshots.drop(blocks)
+        self.index.remove(blocks)
+        self.is_cached[blocks] = False
+        self.num_evictions += size
+        self._add_blank(blocks)
 
-    def _add_blank(self, pages: np.ndarray) -> None:
+    def _add_blank(self, blocks: np.ndarray) -> None:
+        pages = blocks if self._is_plain else self._pages_of(blocks)
         self._blank[self._num_blank : self._num_blank + len(pages)] = pages[::-1]
         self._num_blank += len(pages)
+
+    def _pages_of(self, blocks: np.ndarray) -> np.ndarray:
+        """Return the pages of blocks of any kinds, in their order."""
+        is_page = np.arange(self._most_of_block) < self._counts[self._kind_of[blocks], None]
+        return self.block_pages[blocks][is_page]
+
+    def _size(self, blocks: np.ndarray) -> int:
+        """Return the number of pages of blocks of any kinds."""
+        if self._is_plain:
+            return len(blocks)
+        return int(self._counts[self._kind_of[blocks]].sum())
 
     def _next_evictable(self, count: int) -> np.ndarray:
         parts: list[np.ndarray] = []
@@ -133,7 +200,7 @@ class PagePool:
         self._queue[self._tail : end] = pages
         self._place_of[pages] = np.arange(self._tail, end)
         self._tail = end
-        self._num_evictable += len(pages)
+        self._num_evictable += self._size(pages)
 
     def _evictable(self) -> np.ndarray:
         # In the order of eviction.
@@ -155,9 +222,41 @@ class PagePool:
         missing = (pages == 0).nonzero()[0]
         return pages[: missing[0]] if len(missing) else pages
 
-    def num_evictable(self, pages: np.ndarray) -> int:
-        """Return how many of the given cached pages no sequence holds."""
-        return int(np.count_nonzero(self.ref_count[pages] == 0)) if len(pages) else 0
+    def prefix(self, keys: np.ndarray) -> CachedPrefix:
+        """Return the longest cached prefix of a sequence. Reference counts do not change.
+
+        Args:
+            keys: u64[n, WORDS], the keys of the sequence's first blocks, in order.
+        """
+        first = self.match(keys)
+        if self._is_plain or not len(first):
+            return CachedPrefix([first] * len(self.kinds))
+        blocks, numbers = [first], np.arange(1, len(first) + 1)
+        is_end = np.ones(len(first), bool)
+        for kind in range(1, len(self.kinds)):
+            cached = self.find(keys[: len(first)], kind)
+            last_missing = np.maximum.accumulate(np.where(cached == 0, numbers, 0))
+            tokens = numbers * self.page_size
+            is_end &= last_missing <= self.kinds[kind].num_outside(tokens, self.page_size)
+            blocks.append(cached)
+        return CachedPrefix(blocks, is_end)
+
+    def find(self, keys: np.ndarray, kind: int) -> np.ndarray:
+        """Return intp[n]: the cached block of a kind for each key, or 0 where there is none."""
+        return self.index.find(_keys_of(keys, kind))
+
+    def num_evictable(self, blocks: np.ndarray) -> int:
+        """Return the number of pages of those of the given cached blocks that no sequence holds."""
+        if not len(blocks):
+            return 0
+        if self._is_plain:
+            return int(np.count_nonzero(self.ref_count[blocks] == 0))
+        return self._size(blocks[self.ref_count[blocks] == 0])
+
+    def cached(self, kind: int = 0) -> np.ndarray:
+        """Return all cached blocks of a kind, ascending."""
+        blocks = self.index.pages()
+        return blocks if self._is_plain else blocks[self._kind_of[blocks] == kind]
 
     def share(self, pages: np.ndarray) -> None:
         """Increment the reference counts of cached pages, so that they are not evicted.
@@ -200,16 +299,17 @@ class PagePool:
         self._add_blank(idle[~cached])
         self._make_evictable(idle[cached][::-1])
 
-    def publish(self, pages: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Add full, computed pages to the prefix cache, and return the added ones, intp[m].
+    def publish(self, pages: np.ndarray, keys: np.ndarray, kind: int = 0) -> np.ndarray:
+        """Add full, computed blocks to the prefix cache, and return the added ones, intp[m].
 
-        A page is not added if its key already has a page.
+        A block is not added if its key already has a block of this kind.
 
         Args:
-            pages: i32[n], the pages.
-            keys: u64[n, WORDS], their keys.
+            pages: i32[n], the blocks.
+            keys: u64[n, WORDS], the keys of their tokens.
+            kind: the kind of the blocks.
         """
-        added = self.index.add(pages.astype(np.intp), keys)
+        added = self.index.add(pages.astype(np.intp), _keys_of(keys, kind))
         self.is_cached[added] = True
         self.num_changes += 1
         return added
@@ -244,47 +344,22 @@ class PagePool:
         evictable = self._evictable()
         assert self.ref_count[NULL_PAGE] == 0, "the null page is held"
         assert not self.is_cached[NULL_PAGE], "the null page is cached"
-        assert self._num_evictable == len(evictable), "evictable pages are miscounted"
+        assert self._num_evictable == self._size(evictable), "evictable pages are miscounted"
         assert np.array_equal(self.ref_count, num_holders), (
             "reference counts differ from the tables"
         )
         free = np.concatenate([blank, evictable])
-        assert len(np.unique(free)) == len(free), "a page is free twice"
-        assert NULL_PAGE not in free, "the null page is free"
         assert np.all(self.ref_count[free] == 0), "a free page is held"
-        in_use = int(np.count_nonzero(self.ref_count))
-        assert len(free) + in_use == self.num_usable, "pages were lost"
+        blocks = np.concatenate([evictable, np.flatnonzero(self.ref_count)])
+        pages = np.concatenate([blank, blocks if self._is_plain else self._pages_of(blocks)])
+        assert len(np.unique(pages)) == len(pages), "a page is free or in a block twice"
+        assert NULL_PAGE not in pages, "the null page is free"
+        assert len(pages) == self.num_usable, "pages were lost"
         assert not self.is_cached[blank].any(), "a blank page caches something"
         assert self.is_cached[evictable].all(), "an evictable page caches nothing"
         cached = np.flatnonzero(self.is_cached)
         assert np.array_equal(self.index.pages(), cached), "keys and cached pages differ"
 
 
-def most_pages(length: int, page_size: int, window: int | None, chunk: int) -> int:
-    """Return the most pages of the KV cache that a sequence of `length` tokens holds at once.
-
-    Pages outside the attention window are freed when the results of a step are read. The next step
-    has then been submitted already, so a sequence holds two chunks in addition to the window.
-
-    Args:
-        length: the tokens of the sequence.
-        page_size: number of tokens per page.
-        window: the positions that a token attends to, including its own. None for all.
-        chunk: the most tokens of the sequence that a step computes.
-    """
-    pages = -(-length // page_size)
-    if window is None:
-        return pages
-    return min(pages, -(-(window + 2 * chunk) // page_size) + 1)
-
-
-def longest_held(
-    num_pages: int, page_size: int, window: int | None, chunk: int, length: int
-) -> int:
-    """Return the length of the longest sequence that fits into `num_pages` pages of KV cache.
-
-    It is at most `length`. The other arguments are those of `most_pages`.
-    """
-    if most_pages(length, page_size, window, chunk) <= num_pages:
-        return length
-    return num_pages * page_size
+def _keys_of(keys: np.ndarray, kind: int) -> np.ndarray:
+    return keys ^ np.uint64(kind * _SALT % 2**64) if kind else keys

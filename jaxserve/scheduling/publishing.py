@@ -104,8 +104,11 @@ class Publisher:
             owner, nth = slots[0], slice(first[0], full[0])
         else:
             owner, nth = flat_ranges(slots, first, full)
+        keys = table.page_keys[owner, nth]
+        for kind in range(1, len(table.kinds)):
+            self.pool.publish(table.page_tables[kind, owner, nth], keys, kind)
         pages = table.page_table[owner, nth]
-        added = self.pool.publish(pages, table.page_keys[owner, nth])
+        added = self.pool.publish(pages, keys)
         if self.pool.on_change is not None and len(added):
             owner, nth = flat_ranges(slots, first, full)
             self.pool.on_change(self._stored(owner, nth, pages, added))

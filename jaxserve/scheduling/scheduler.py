@@ -17,13 +17,18 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, SamplerFeature
 from jaxserve.scheduling import budget as budgets
 from jaxserve.scheduling.commit_result import StepResult, draws_of
-from jaxserve.scheduling.page_pool import NO_PAGES, PagePool, most_pages
+from jaxserve.scheduling.invariants import check_invariants
+from jaxserve.scheduling.page_keys import WORDS
+from jaxserve.scheduling.page_kinds import most_pages, steady_pages, windowed
+from jaxserve.scheduling.page_pool import CachedPrefix, PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.publishing import Publisher
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable, flat_ranges
 from jaxserve.scheduling.snapshots import StateSaver
 from jaxserve.scheduling.waiting import WaitingQueue
+
+NO_KEYS = np.zeros((0, WORDS), np.uint64)
 
 
 class Scheduler:
@@ -58,6 +63,8 @@ class Scheduler:
             raise ValueError("max_num_batched_tokens must be at least the number of slots")
         self.pool = pool
         self.slots = slots
+        slots.block_pages = pool.block_pages
+        self._windowed = tuple(windowed(slots.kinds))
         enable_prefix_caching &= num_snapshots != 0
         self.publisher = Publisher(pool, slots, enable_prefix_caching, prefix_secret)
         has_snapshots = enable_prefix_caching and num_snapshots is not None
@@ -67,6 +74,7 @@ class Scheduler:
         self.max_row_tokens = long_prefill_token_threshold or max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.max_running = slots.num_slots
+        self._no_prefix = pool.prefix(NO_KEYS)
         # Padded sizes of steps, ascending. Chunks are shortened to fill them. Empty: no limit.
         self.token_sizes = np.zeros(0, np.int64)
         self.now = 0.0  # the time, set by the caller of `schedule`
@@ -114,7 +122,7 @@ class Scheduler:
         self.waiting.push(sequence)
 
     def _most_pages(self, length: int) -> int:
-        return most_pages(length, self.pool.page_size, self.slots.window, self.max_row_tokens)
+        return most_pages(self.slots.kinds, length, self.pool.page_size, self.max_row_tokens)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """End a waiting or running sequence. Return False if it has ended already, else True.
@@ -199,7 +207,7 @@ class Scheduler:
             max_steps: the most steps of the launch, at least 2.
         """
         running, table = self._running, self.slots
-        if table.window is not None:  # pages are reserved for two chunks beside the window
+        if self._windowed:  # a sequence alone has pages for two chunks beside its window
             max_steps = min(max_steps, self.max_row_tokens)
         length = table.length[running]
         remaining = table.stop_length[running] - length
@@ -236,10 +244,11 @@ class Scheduler:
         slots, first = slots[growing], counts[growing]
         last = (ends[growing] + (size - 1)) // size
         total = sum((last - first).tolist())
-        if total > self.pool.num_free:
+        if total * table.num_parts > self.pool.num_free:
             return False
         owner, nth = (slots, first) if total == len(slots) else flat_ranges(slots, first, last)
-        table.page_table[owner, nth] = self.pool.allocate(total)
+        for kind, blocks in enumerate(table.page_tables):
+            blocks[owner, nth] = self.pool.allocate(total, kind)
         table.num_pages[slots] = last
         return True
 
@@ -304,18 +313,18 @@ class Scheduler:
                 break
             if sequence.blocked_at == self.pool.num_changes and num_running:
                 break
-            matched = self._cached_pages(sequence)
-            hits = matched if self.states is None else self.states.usable(matched)
-            num_known = len(sequence.token_ids)
+            matched = self._cached_prefix(sequence)
+            num_hits = self._usable(matched)
+            hits, num_known = matched.first(num_hits), len(sequence.token_ids)
             if not self._fits(num_known, hits, num_running):
                 sequence.blocked_at = self.pool.num_changes
                 break
             self.waiting.pop()
-            cached = len(hits) * self.pool.page_size
+            cached = num_hits * self.pool.page_size
             count = min(num_known - cached, budget, self.max_row_tokens)
             slot = self._place(sequence, hits, cached, cached + count)
             if self.states is not None:
-                self.states.begin(slot, hits, len(matched))
+                self.states.begin(slot, hits[0], len(matched.blocks[0]))
             slots.append(slot)
             counts.append(count)
             budget -= count
@@ -329,35 +338,61 @@ class Scheduler:
             self._running, take = self._running[order], take[order]
         return take, total + sum(counts)
 
-    def _fits(self, num_known: int, hits: np.ndarray, num_running: int) -> bool:
-        # One page per running row is reserved. Without this reserve a sequence would be preempted
-        # a few steps after its admission. If no row runs, all pages are free, and `add` has
-        # checked that the sequence fits.
-        needed, free = self._most_pages(num_known), self.pool.num_free
-        if len(hits):
-            hits = hits[self.slots.num_outside(len(hits) * self.pool.page_size) :]
-            needed, free = needed - len(hits), free - self.pool.num_evictable(hits)
-        return needed + num_running <= free or num_running == 0
+    def _fits(self, num_known: int, hits: list[np.ndarray], num_running: int) -> bool:
+        # One block of each kind is reserved for each running row. Without this reserve a sequence
+        # would be preempted a few steps after its admission. If no row runs, all pages are free,
+        # and `add` has checked that the sequence fits.
+        if num_running == 0:
+            return True
+        table, size, free = self.slots, self.pool.page_size, self.pool.num_free
+        needed = steady_pages(table.kinds, num_known, size)
+        cached = len(hits[0]) * size
+        for kind, blocks in zip(table.kinds, hits if cached else (), strict=False):
+            blocks = blocks[kind.num_outside(cached, size) :]
+            needed -= len(blocks) * kind.num_pages
+            free -= self.pool.num_evictable(blocks)
+        return needed + num_running * table.num_parts + self._chunk_pages(num_known) <= free
 
-    def _place(self, sequence: Sequence, hits: np.ndarray, cached: int, end: int) -> int:
+    def _chunk_pages(self, num_known: int) -> int:
+        """Return the pages that blocks outside the windows may take until two steps are read.
+
+        Args:
+            num_known: number of tokens of a sequence beside those that run.
+        """
+        table, size = self.slots, self.pool.page_size
+        pages = 0
+        for number in self._windowed:
+            kind = table.kinds[number]
+            assert kind.window is not None
+            lengths = table.length[self._running]
+            is_longer = lengths > kind.window
+            tokens = int((lengths - table.num_computed[self._running])[is_longer].sum())
+            tokens += num_known if num_known > kind.window else 0
+            tokens = min(tokens, 2 * self.max_num_batched_tokens)
+            pages += -(-tokens // size) * kind.num_pages
+        return pages
+
+    def _place(self, sequence: Sequence, hits: list[np.ndarray], cached: int, end: int) -> int:
         """Give a waiting sequence a slot, with pages for its tokens before `end`. Return the slot.
 
         Args:
             sequence: the sequence.
-            hits: its cached pages, which are shared.
-            cached: the tokens in these pages, which count as computed.
+            hits: for each kind its cached blocks, which are shared from the window on.
+            cached: the tokens in these blocks, which count as computed.
             end: the number of tokens that need pages.
         """
-        slot = self.slots.acquire(sequence)
-        fresh = -(-end // self.pool.page_size) - len(hits)
-        if len(hits):
-            outside = self.slots.num_outside(cached)
-            self.pool.share(hits[outside:])
-            self.slots.append_pages(slot, hits)
-            self.slots.drop_pages(slot, outside)
-            self.slots.num_computed[slot] = cached
-            self.slots.num_published[slot] = len(hits)
-        self.slots.append_pages(slot, self.pool.allocate(fresh))
+        table, size = self.slots, self.pool.page_size
+        slot = table.acquire(sequence)
+        fresh = -(-end // size) - cached // size
+        outside = [int(kind.num_outside(cached, size)) for kind in table.kinds]
+        shared = [blocks[first:] for blocks, first in zip(hits, outside, strict=True)]
+        self.pool.share(np.concatenate(shared))  # before an allocation could evict them
+        for kind, (first, blocks) in enumerate(zip(outside, shared, strict=True)):
+            blocks = np.concatenate([blocks, self.pool.allocate(fresh, kind)])
+            table.put_pages(slot, kind, first, blocks)
+        if cached:
+            table.num_computed[slot] = cached
+            table.num_published[slot] = cached // size
         if sequence.num_cached < 0:
             sequence.num_cached, sequence.started = cached, self.now
         if self.enable_prefix_caching:
@@ -365,15 +400,26 @@ class Scheduler:
             self.num_prefix_hits += cached
         return slot
 
-    def _cached_pages(self, sequence: Sequence) -> np.ndarray:
+    def _cached_prefix(self, sequence: Sequence) -> CachedPrefix:
         # At least one token is left to compute.
         if not self.enable_prefix_caching:
-            return NO_PAGES
+            return self._no_prefix
         keys = self.publisher.keys_of(sequence).keys
         # Cached positions have no logits: a prompt with log-probabilities is computed anew.
         if sequence.lacks_prompt_logprobs:
-            return NO_PAGES
-        return self.pool.match(keys[: (len(sequence.token_ids) - 1) // self.pool.page_size])
+            return self._no_prefix
+        return self.pool.prefix(keys[: (len(sequence.token_ids) - 1) // self.pool.page_size])
+
+    def _usable(self, prefix: CachedPrefix) -> int:
+        """Return the number of blocks of the longest part of a prefix with which rows can start."""
+        is_end, first = prefix.is_end, prefix.blocks[0]
+        if self.states is not None:
+            has_snapshot = self.states.snapshots.has_snapshot(first)
+            is_end = has_snapshot if is_end is None else is_end & has_snapshot
+        if is_end is None:
+            return len(first)
+        ends = np.flatnonzero(is_end)
+        return int(ends[-1]) + 1 if len(ends) else 0
 
     def commit(self, plan: LaunchPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
         """Apply the results of a launch: append tokens, publish full pages, end sequences.
@@ -404,8 +450,8 @@ class Scheduler:
         self.publisher.note(plan, valid, self._running, ending)
         if self.states is not None:
             self.states.settle(self.states.pending_slots)
-        if table.window is not None:
-            self._give_back(plan.slots[valid])
+        for kind in self._windowed:
+            self._give_back(plan.slots[valid], kind)
         sequences = table.sequences[owners].tolist()
         finished: list[Sequence] = []
         for slot, is_stop in zip(ending.tolist(), draws.is_stop[last].tolist(), strict=True):
@@ -423,15 +469,18 @@ class Scheduler:
             self._vacate([sequence.slot for sequence in finished], draws.failed is None)
         return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
 
-    def _give_back(self, slots: np.ndarray) -> None:
-        # A launch in flight attends only to later pages.
-        outside = self.slots.num_outside(self.slots.num_committed[slots])
-        for row in np.flatnonzero(outside > self.slots.first_page[slots]).tolist():
-            slot = int(slots[row])
-            self.publisher.publish(slots[row : row + 1])
-            if self.states is not None:
-                self.states.settle([slot])
-            self.pool.release(self.slots.drop_pages(slot, int(outside[row])))
+    def _give_back(self, slots: np.ndarray, kind: int) -> None:
+        # A launch in flight attends only to later blocks.
+        table = self.slots
+        outside = table.kinds[kind].num_outside(table.num_committed[slots], self.pool.page_size)
+        rows = np.flatnonzero(outside > table.first_pages[kind, slots])
+        if not len(rows):
+            return
+        slots, outside = slots[rows], outside[rows]
+        self.publisher.publish(slots)
+        if self.states is not None:
+            self.states.settle(slots.tolist())
+        self.pool.release(*table.drop_pages(slots, outside, kind))
 
     def _vacate(self, slots: list[int], published: bool = False) -> None:
         # published: whether the full pages of the slots have been published already.
@@ -451,44 +500,3 @@ class Scheduler:
         check_invariants(self.pool, self.slots, self.waiting, self._running)
         if self.states is not None:
             self.states.check()
-
-
-def check_invariants(
-    pool: PagePool, table: SlotTable, waiting: WaitingQueue, running: np.ndarray
-) -> None:
-    """Check all invariants of a scheduler's pages, slots and counters between two steps.
-
-    Args:
-        pool: the page pool.
-        table: the slot table.
-        waiting: the waiting queue.
-        running: the slots of running sequences, in rank order.
-
-    Raises:
-        AssertionError: an invariant is broken. The message names it.
-    """
-    pool.check(table.held(pool.num_pages))
-    slots = running.tolist()
-    assert len(set(slots)) == len(slots), "a slot runs twice"
-    taken = [i for i, sequence in enumerate(table.sequences) if sequence is not None]
-    assert sorted(slots) == taken, "slots held differ from slots running"
-    assert table.num_free + len(taken) == table.num_slots, "slots were lost"
-    ranks = [waiting.rank(table.sequences[slot]) for slot in slots]
-    assert ranks == sorted(ranks), "running sequences are out of order"
-    length = table.length[running]
-    assert np.all(table.num_known[running] <= length), "a token was drawn that no step had to draw"
-    assert np.all(table.num_computed[running] <= length), "computed beyond the last token"
-    assert np.all(length <= table.stop_length[running]), "longer than max_length"
-    assert np.all(table.num_computed[running] <= table.num_pages[running] * pool.page_size), (
-        "tokens computed without a page"
-    )
-    for slot in taken:
-        sequence = table.sequences[slot]
-        assert sequence is not None and sequence.slot == slot, "slot and sequence disagree"
-        assert sequence.finish_reason is None, "a finished sequence holds a slot"
-        pages = table.pages(slot)
-        assert len(np.unique(pages)) == len(pages), "a page stands twice in one table"
-    for sequence in waiting:
-        assert sequence.slot == NO_SLOT, "a waiting sequence holds a slot"
-    if not slots and not len(waiting):
-        assert pool.num_free == pool.num_usable, "idle, and pages are held"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 from jaxserve.request import MAX_STOP_TOKEN_IDS, SamplerFeature
 from jaxserve.scheduling.page_keys import LANES, WORDS
+from jaxserve.scheduling.page_kinds import ONE_KIND, PoolKind
 from jaxserve.scheduling.page_pool import NULL_PAGE
 from jaxserve.scheduling.row_settings import WIDTH, Settings, put_settings
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
@@ -29,10 +31,11 @@ class SlotTable:
     the target of padding.
 
     Columns (i32 unless another dtype is given):
-        page_table [slots + 1, M], num_pages: the pages, in the order of their tokens.
-        num_sent: the number of pages that the device's page table contains.
-        first_page: the number of pages before the first one that is still held. Their entries in
-            page_table are the null page.
+        page_tables [kinds, slots + 1, M], num_pages: the blocks of each kind of pages, in the order
+            of their tokens (see `PagePool`). `page_table` is the part of the first kind.
+        num_sent: the number of blocks of each kind that the device's page table contains.
+        first_pages [kinds, slots + 1]: the number of blocks before the first one that is still
+            held. Their entries in page_tables are the null page.
         tokens [slots + 1, max_model_len]: known token ids.
         num_known: tokens whose ids the host knows.
         length: num_known plus the tokens that steps in flight will sample.
@@ -56,12 +59,15 @@ class SlotTable:
         num_slots: int,
         max_model_len: int,
         page_size: int,
-        window: int | None = None,
+        kinds: SequenceOf[PoolKind] = ONE_KIND,
         keeps_states: bool = False,
     ) -> None:
         self.keeps_states, self.num_snapshots = keeps_states, 0  # snapshots: states of prefixes
         self.num_slots = num_slots
-        self.window = window
+        self.kinds = tuple(kinds)
+        # Pages of a block of each kind together. If there are several, `block_pages` is the pool's.
+        self.num_parts = sum(kind.num_pages for kind in kinds)
+        self.block_pages = np.zeros((0, 1), np.int32)
         self.max_model_len = max_model_len
         self.page_size = page_size
         self.max_pages = -(-max_model_len // page_size)
@@ -70,13 +76,13 @@ class SlotTable:
         def column(*shape: int, dtype: npt.DTypeLike = np.int32) -> np.ndarray:
             return np.zeros((rows, *shape), dtype)
 
-        self.page_table = column(self.max_pages)
-        self.flat_page_table = self.page_table.reshape(-1)
+        self.page_tables = np.zeros((len(self.kinds), rows, self.max_pages), np.int32)
+        self.page_table = self.page_tables[0]
         self.tokens = column(max_model_len)
         self._flat_tokens = self.tokens.reshape(-1)
         self.num_pages = column()
         self.num_sent = column()
-        self.first_page = column()
+        self.first_pages = np.zeros((len(self.kinds), rows), np.int32)
         self.num_known = column()
         self.length = column()
         self.num_computed = column()
@@ -129,7 +135,7 @@ class SlotTable:
         num_known = len(sequence.token_ids)
         self.tokens[slot, :num_known] = sequence.token_ids
         self.num_known[slot] = num_known
-        self.num_pages[slot] = self.first_page[slot] = self.num_sent[slot] = 0
+        self.num_pages[slot] = self.first_pages[:, slot] = self.num_sent[slot] = 0
         self.length[slot] = num_known
         self.num_computed[slot] = 0
         self.num_committed[slot] = 0
@@ -226,9 +232,15 @@ class SlotTable:
         is_requested = self.features[slots] & _PROMPT_LOGPROBS != 0
         return is_requested & (where + 1 < self.num_prompt[slots])
 
-    def pages(self, slot: int) -> np.ndarray:
-        """Return a view of the pages of KV cache that a slot holds, in the order of its tokens."""
-        return self.page_table[slot, self.first_page[slot] : self.num_pages[slot]]
+    def pages(self, slot: int, kind: int = 0) -> np.ndarray:
+        """Return a view of the blocks of a kind that a slot holds, in the order of its tokens."""
+        return self.page_tables[kind, slot, self.first_pages[kind, slot] : self.num_pages[slot]]
+
+    def all_pages(self, slot: int) -> np.ndarray:
+        """Return the blocks of all kinds that a slot holds, kind by kind."""
+        if len(self.kinds) == 1:
+            return self.pages(slot)
+        return np.concatenate([self.pages(slot, kind) for kind in range(len(self.kinds))])
 
     def take_unsent(self, slots: np.ndarray) -> np.ndarray:
         """Return the positions in the flat page table whose entries the device does not have yet.
@@ -243,33 +255,69 @@ class SlotTable:
         owners, start = slots[rows], slots[rows] * self.max_pages
         return flat_ranges(owners, start + sent[rows], start + ends[rows])[1]
 
-    def num_outside(self, computed: Any) -> Any:
-        """Return the number of a sequence's first pages that are outside the attention window.
+    def pool_pages(self, places: np.ndarray) -> np.ndarray:
+        """Return the pages of the pool at positions of the flat page table, of all kinds.
 
-        No token after the first `computed` tokens attends to them. Without a window it is 0.
+        The result is [n], or [parts, n] if a block of each kind together has several pages.
         """
-        if self.window is None:
-            return 0
-        return np.maximum(computed - self.window + 1, 0) // self.page_size
+        if self.num_parts == 1:
+            return self.page_table.reshape(-1).take(places)
+        blocks = self.page_tables.reshape(len(self.kinds), -1)[:, places]
+        parts = [
+            self.block_pages[blocks[number], : kind.num_pages].T
+            for number, kind in enumerate(self.kinds)
+        ]
+        return np.concatenate(parts)
 
-    def drop_pages(self, slot: int, last: int) -> np.ndarray:
-        """Remove the pages before index `last` from a slot, and return them (to free them)."""
-        first = int(self.first_page[slot])
-        pages = self.page_table[slot, first:last].copy()
-        self.page_table[slot, first:last] = NULL_PAGE
-        self.first_page[slot] = last
-        return pages
+    @property
+    def num_columns(self) -> int:
+        """Number of columns of the device's page table: the pages of all blocks of a sequence."""
+        return self.max_pages * self.num_parts
 
-    def append_pages(self, slot: int, pages: np.ndarray) -> None:
-        """Add pages of KV cache at the end of a slot's row of the page table."""
-        first = int(self.num_pages[slot])
-        self.page_table[slot, first : first + len(pages)] = pages
-        self.num_pages[slot] = first + len(pages)
+    def device_rows(self, slots: np.ndarray) -> np.ndarray:
+        """Return rows of the device's page table, int32[n, num_columns].
+
+        A row has the pages of each group of layers of each kind, in the order of the tokens.
+        """
+        if self.num_parts == 1:
+            return self.page_table[slots]
+        columns: list[np.ndarray] = []
+        for number, kind in enumerate(self.kinds):
+            pages = self.block_pages[self.page_tables[number, slots], : kind.num_pages]
+            groups = pages.reshape(*pages.shape[:2], kind.groups, kind.splits)
+            columns.append(groups.swapaxes(1, 2).reshape(len(slots), -1))
+        return np.concatenate(columns, axis=1)
+
+    def drop_pages(self, slots: np.ndarray, last: np.ndarray, kind: int) -> list[np.ndarray]:
+        """Remove the blocks of a kind before index last[i] from slots[i], and return them by slot.
+
+        The caller releases them to the pool.
+        """
+        first = self.first_pages[kind, slots]
+        owner, nth = flat_ranges(slots, first, last)
+        pages = self.page_tables[kind, owner, nth]
+        self.page_tables[kind, owner, nth] = NULL_PAGE
+        self.first_pages[kind, slots] = last
+        return np.split(pages, (last - first).cumsum()[:-1])
+
+    def put_pages(self, slot: int, kind: int, first: int, pages: np.ndarray) -> None:
+        """Make `pages` the blocks of a kind that a slot without blocks holds.
+
+        Args:
+            slot: the slot.
+            kind: the kind.
+            first: number of blocks of the sequence before these, which are outside the window.
+            pages: the blocks. Every kind must end with the same block of the sequence.
+        """
+        end = first + len(pages)
+        self.page_tables[kind, slot, :first] = NULL_PAGE
+        self.page_tables[kind, slot, first:end] = pages
+        self.first_pages[kind, slot], self.num_pages[slot] = first, end
 
     def release(self, slots: list[int]) -> list[np.ndarray]:
         """Free slots, and store the known tokens of their sequences in `Sequence.token_ids`.
 
-        The result has for each slot a view of its pages, which the caller releases to the pool.
+        The result has for each slot its blocks of all kinds, which the caller releases to the pool.
         """
         ending = np.array(slots, np.intp)
         pages: list[np.ndarray] = []
@@ -278,7 +326,7 @@ class SlotTable:
             assert sequence is not None, "release of an empty slot"
             sequence.token_ids = self.tokens[slot, :num_known].copy()
             sequence.slot = NO_SLOT
-            pages.append(self.pages(slot))
+            pages.append(self.all_pages(slot))
         if self.num_guided:
             self.num_guided -= int(np.count_nonzero(self.is_guided[ending]))
         self.sequences[ending] = None
@@ -288,11 +336,11 @@ class SlotTable:
         return pages
 
     def held(self, num_pages: int) -> np.ndarray:
-        """Return int32[num_pages]: for each page the number of slots that hold it."""
+        """Return int32[num_pages]: for each block the number of slots that hold it."""
         counts = np.zeros(num_pages, np.int32)
         for slot, sequence in enumerate(self.sequences):
             if sequence is not None:
-                np.add.at(counts, self.pages(slot), 1)
+                np.add.at(counts, self.all_pages(slot), 1)
         return counts
 
 

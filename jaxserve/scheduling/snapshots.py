@@ -49,10 +49,9 @@ class SnapshotPool:
         """Whether a snapshot can be written without an eviction."""
         return bool(self._free)
 
-    def usable(self, pages: np.ndarray) -> int:
-        """Return how many of the first pages of a prefix end with a page that has a snapshot."""
-        ends = np.flatnonzero(self._of_page[pages] >= 0)
-        return int(ends[-1]) + 1 if len(ends) else 0
+    def has_snapshot(self, pages: np.ndarray) -> np.ndarray:
+        """Return bool[n]: whether each of the given pages has a snapshot."""
+        return self._of_page[pages] >= 0
 
     def pin(self, page: int) -> int:
         """Return the snapshot of a page, which stays until `unpin`."""
@@ -196,10 +195,6 @@ class StateSaver:
         self._pending: dict[int, list[tuple[int, int]]] = {}
         # The newest snapshot of each slot's answer: border, snapshot, and its page, if attached.
         self._answers: dict[int, tuple[int, int, int]] = {}
-
-    def usable(self, pages: np.ndarray) -> np.ndarray:
-        """Return the longest part of a cached prefix whose last page has a snapshot."""
-        return pages[: self.snapshots.usable(pages)]
 
     def begin(self, slot: int, hits: np.ndarray, num_matched: int) -> None:
         """Record the cached prefix of a slot, and pin its snapshot.

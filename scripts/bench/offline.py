@@ -234,7 +234,7 @@ def _decode_batch(loaded: Loaded, batch: int, context: int) -> tuple[SlotTable, 
     pages = rng.permutation(loaded.runner.num_pages - 1) + 1
     for slot, length in enumerate(lengths):
         count = -(-int(length + 1) // config.block_size)
-        slots.append_pages(slot, pages[:count])
+        slots.put_pages(slot, 0, 0, pages[:count])
         pages = pages[count:]
     slots.num_known[:batch] = lengths + 1
     return slots, LaunchPlan(

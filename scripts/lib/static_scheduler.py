@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.scheduling.budget import TokenShares
-from jaxserve.scheduling.page_pool import NO_PAGES, PagePool
+from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
@@ -86,7 +86,7 @@ class StaticScheduler(Scheduler):
         return take, total
 
     def _most_pages(self, length: int) -> int:
-        return -(-length // self.pool.page_size)
+        return -(-length // self.pool.page_size) * self.slots.num_parts
 
     def _admit(self, take: np.ndarray, total: int) -> TokenShares:
         if self.num_running:
@@ -105,7 +105,7 @@ class StaticScheduler(Scheduler):
             if self._most_pages(length) > self.pool.num_free:
                 break
             self.waiting.pop()
-            slots.append(self._place(sequence, NO_PAGES, 0, length))
+            slots.append(self._place(sequence, self._no_prefix.blocks, 0, length))
         self._running = np.array(slots, np.intp)
         prompts = self.slots.num_known[self._running]
         self._num_members = len(slots)

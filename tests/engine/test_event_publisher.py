@@ -280,7 +280,7 @@ def test_a_subscriber_knows_what_an_engine_holds(loaded: Loaded, monkeypatch) ->
     num_events = {"BlockStored": 0, "BlockRemoved": 0, "AllBlocksCleared": 0}
 
     def compare() -> None:
-        want = {hash_of(key) for key in engine.pool.index.keys(engine.pool.index.pages())}
+        want = {hash_of(key) for key in engine.pool.index.keys(engine.pool.cached())}
         until = time.monotonic() + PATIENCE
         while subscriber.held != want:
             assert time.monotonic() < until, "an event is missing"

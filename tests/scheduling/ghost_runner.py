@@ -106,8 +106,9 @@ class GhostRunner:
     def reset(self, error: Exception | None = None) -> None:
         self._cells = np.full(self.num_cells, EMPTY, np.int64)
         self._last_token = np.full(self.slots.num_slots + 1, NO_TOKEN, np.int32)
-        self._table = np.full_like(self.slots.page_table, NO_PAGE)
-        self._table[-1] = 0
+        # The pages of every block, of each kind one after the other.
+        self._table = np.full((self.slots.num_parts, *self.slots.page_table.shape), NO_PAGE)
+        self._table[:, -1] = 0
         places = self.slots.num_slots + 1 + self.slots.num_snapshots
         self._states = np.full(places, EMPTY, np.int64)
         self._poisoned: set[tuple[int, int]] = set()
@@ -147,23 +148,32 @@ class GhostRunner:
         room = room_for_pages(bucket, self.slots.page_size)
         new, whole = take_new_pages(plan, self.slots, room)
         for owners, rows in whole:
-            used = owners < len(self._table)
-            self._table[owners[used]] = rows[used]
+            used = owners <= self.slots.num_slots
+            self._table[:, owners[used]] = _by_part(rows[used], self.slots)
         words = pack(plan, self.slots, bucket, new)
         keeps = self.slots.keeps_states
-        batch = unpack(words, bucket.num_tokens, bucket.num_rows, keeps)
-        used = batch.page_places < self._table.size
-        self._table.flat[batch.page_places[used]] = batch.page_ids[used]
-        assert not self._table[-1].any(), "the null slot got a page"
+        batch = unpack(words, bucket.num_tokens, bucket.num_rows, keeps, self.slots.num_parts)
+        used = batch.page_places < self.slots.page_table.size
+        flat = self._table.reshape(len(self._table), -1)
+        flat[:, batch.page_places[used]] = np.atleast_2d(batch.page_ids)[:, used]
+        assert not self._table[:, -1].any(), "the null slot got a page"
         return batch
 
-    def _cells_of(self, batch: StepBatch, row: int, positions: np.ndarray) -> np.ndarray:
+    def _cells_of(self, batch: StepBatch, row: int, positions: np.ndarray, part=0) -> np.ndarray:
         """Return the cells of a row's positions, int32[len(positions)], through its page table."""
         size = self.slots.page_size
-        pages = self._table[batch.slots[row], positions // size]
+        pages = self._table[part, batch.slots[row], positions // size]
         null = batch.slots[row] == self.slots.num_slots
         assert np.all((pages == 0) == null), "a real row uses the null page, or a null row another"
         return pages * size + positions % size
+
+    def _oldest(self, first: int) -> list[int]:
+        """Return the oldest position that a token at `first` reads, for each part of a block."""
+        oldest = []
+        for kind in self.slots.kinds:
+            position = 0 if kind.window is None else max(0, first - kind.window + 1)
+            oldest += [position] * kind.num_pages
+        return oldest
 
     def _write(self, batch: StepBatch, poisoned: np.ndarray, active: np.ndarray) -> None:
         """Compute and store all tokens of all rows, which see the cache as it was before."""
@@ -176,7 +186,8 @@ class GhostRunner:
             assert last > first, "a row without tokens"
             assert np.array_equal(positions, np.arange(kv_len - last + first, kv_len))
             assert np.all(batch.row_of_token[first:last] == row)
-            cells = self._cells_of(batch, row, positions)
+            parts = range(self.slots.num_parts)
+            cells = [self._cells_of(batch, row, positions, part) for part in parts]
             if slot == self.slots.num_slots:
                 continue
             digest = self._digest_before(batch, row, int(positions[0]))
@@ -193,10 +204,12 @@ class GhostRunner:
             tokens = np.where(tokens == NO_TOKEN, self._last_token[slot], tokens)
             assert np.isin(tokens, ALPHABET).all(), "a token from nowhere"
             before = len(writes)
-            for cell, token in zip(cells.tolist(), tokens.tolist(), strict=True):
-                assert cell not in writes, "two tokens of one step in one cell"
-                digest = writes[cell] = extend(digest, token)
-                position = int(positions[0]) + len(writes) - before
+            for column, token in zip(np.transpose(cells).tolist(), tokens.tolist(), strict=True):
+                digest = extend(digest, token)
+                for cell in column:
+                    assert cell not in writes, "two tokens of one step in one cell"
+                    writes[cell] = digest
+                position = int(positions[0]) + (len(writes) - before) // len(column)
                 if batch.states is not None and position == int(batch.states[1, row]):
                     states[int(batch.states[2, row])] = digest
             if batch.states is not None:
@@ -237,22 +250,35 @@ class GhostRunner:
             expected = self.expected[self.slots.sequences[slot]]
             # The first of its queries sees the oldest position that the row reads.
             first = kv_len - int(batch.query_start[row + 1] - batch.query_start[row])
-            oldest = 0 if self.slots.window is None else max(0, first - self.slots.window + 1)
-            found = self._cells[self._cells_of(batch, row, np.arange(oldest, kv_len))]
             assert kv_len < self.slots.stop_length[slot], "computed what only a next token needs"
             # After a stop token, unknown as yet to the host, the results are not read. A launch
             # that it ended within has not even computed the stop token.
             known = len(expected.digests)
             length = kv_len if kv_len <= known else known - 1
-            prefix = expected.digests[oldest:length]
-            assert np.array_equal(found[: max(0, length - oldest)], prefix), (
-                f"slot {slot} reads what is not its prefix: {found} for {prefix}"
-            )
+            for part, oldest in enumerate(self._oldest(first)):
+                found = self._cells[self._cells_of(batch, row, np.arange(oldest, kv_len), part)]
+                prefix = expected.digests[oldest:length]
+                assert np.array_equal(found[: max(0, length - oldest)], prefix), (
+                    f"slot {slot} reads what is not its prefix: {found} for {prefix}"
+                )
             early = kv_len < batch.min_length[row]
             stops = tuple(batch.stop_token_ids[row].tolist()) if early else ()
             seed = int(batch.seed[row, 0]) << 32 | int(batch.seed[row, 1])
             token_ids[row] = draw(seed, int(found[-1]), stops)
         return token_ids
+
+
+def _by_part(rows: np.ndarray, slots: SlotTable) -> np.ndarray:
+    """Return rows of the device's page table by the parts of a block, [parts, rows, M]."""
+    first, parts = 0, []
+    for kind in slots.kinds:
+        for _ in range(kind.groups):
+            last = first + slots.max_pages * kind.splits
+            columns = rows[:, first:last].reshape(len(rows), slots.max_pages, kind.splits)
+            parts += [columns[..., split] for split in range(kind.splits)]
+            first = last
+    assert first == rows.shape[1]
+    return np.array(parts)
 
 
 def _later(batch: StepBatch, steps: int) -> StepBatch:

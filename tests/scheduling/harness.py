@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxserve.request import FinishReason, Request, SamplingParams
 from jaxserve.scheduling.commit_result import StepResult
+from jaxserve.scheduling.page_kinds import PoolKind
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
@@ -30,10 +31,12 @@ class Served:
         lag=False,
         make=Scheduler,
         window=None,
+        kinds=None,
         **options,
     ) -> None:
-        self.pool = PagePool(pages + 1, page_size)
-        self.slots = SlotTable(slots, 256, page_size, window)
+        kinds = (PoolKind(window),) if kinds is None else kinds
+        self.pool = PagePool(pages + 1, page_size, kinds)
+        self.slots = SlotTable(slots, 256, page_size, kinds)
         tokens = 1024 if budget is None else budget
         self.scheduler = make(self.pool, self.slots, max_num_batched_tokens=tokens, **options)
         self.lag = lag

@@ -54,14 +54,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(setup=SETUPS)
     def start(self, setup: Setup) -> None:
         self.setup = setup
-        self.pool = PagePool(setup.num_pages, setup.page_size)
+        self.pool = PagePool(setup.num_pages, setup.page_size, setup.kinds)
         self.subscriber = Subscriber()
         self.pool.on_change = partial(self.subscriber.take, block_size=setup.page_size)
         self.slots = SlotTable(
             setup.num_slots,
             MAX_MODEL_LEN,
             setup.page_size,
-            setup.window,
+            setup.kinds,
             keeps_states=setup.keeps_states,
         )
         self.slots.num_snapshots = setup.num_snapshots or 0
@@ -343,6 +343,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if waiting and self.slots.num_free and spent < self.setup.budget:
             tokens = len(min(waiting, key=self._rank).token_ids)
             needed = -(-tokens // self.setup.page_size) + self.scheduler.num_running
+            needed *= self.slots.num_parts
+            # Pages that chunks take outside the windows until two steps are read.
+            chunks = -(-2 * self.setup.budget // self.setup.page_size)
+            needed += sum(chunks * kind.num_pages for kind in self.setup.kinds if kind.window)
             assert needed > self.pool.num_free, "the next sequence waits for nothing"
 
     def _last_in_flight(self, sequence: Sequence) -> bool:

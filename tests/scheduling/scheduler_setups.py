@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from jaxserve.scheduling.page_kinds import ONE_KIND, PoolKind
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.slot_table import SlotTable
@@ -28,7 +29,7 @@ class Setup:
     policy: str
     asynchronous: bool
     num_steps: int
-    window: int | None
+    kinds: tuple[PoolKind, ...] = ONE_KIND
     num_snapshots: int | None = None
 
     @property
@@ -38,7 +39,8 @@ class Setup:
     @property
     def num_pages(self) -> int:
         """Return a number of pages so low that preemption is frequent."""
-        return 2 + self.num_tokens // self.page_size
+        parts = sum(kind.num_pages for kind in self.kinds)
+        return 1 + parts * (1 + self.num_tokens // self.page_size)
 
     @property
     def budget(self) -> int:
@@ -47,13 +49,16 @@ class Setup:
     def most_pages(self, length: int) -> int:
         """Return the most pages of a sequence: all its tokens, or its window and two chunks.
 
-        A chunk may begin and end anywhere in a page.
+        A chunk may begin and end anywhere in a block.
         """
-        pages = -(-length // self.page_size)
-        if self.window is None or self.kind != "continuous":
-            return pages
-        cells = self.window + 2 * (self.threshold or self.budget)
-        return min(pages, -(-cells // self.page_size) + 1)
+        total = 0
+        for kind in self.kinds:
+            blocks = -(-length // self.page_size)
+            if kind.window is not None and self.kind == "continuous":
+                cells = kind.window + 2 * (self.threshold or self.budget)
+                blocks = min(blocks, -(-cells // self.page_size) + 1)
+            total += blocks * kind.num_pages
+        return total
 
     def scheduler(self, pool: PagePool, slots: SlotTable) -> Scheduler:
         """Return the scheduler under test."""
@@ -78,6 +83,15 @@ class Setup:
         )
 
 
+# The last four are of models some of whose layers have a window.
+KINDS = (
+    *((PoolKind(window),) for window in (2, 5, 16)),
+    (PoolKind(), PoolKind(2)),
+    (PoolKind(), PoolKind(5, groups=3)),
+    (PoolKind(groups=2), PoolKind(16, groups=1, splits=2)),
+    (PoolKind(16), PoolKind(3, groups=2)),
+)
+
 SETUPS = st.builds(
     Setup,
     kind=st.sampled_from(["continuous"] * 6 + ["static", "padded"]),
@@ -90,7 +104,7 @@ SETUPS = st.builds(
     policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
     asynchronous=st.sampled_from([True, True, True, False]),
     num_steps=st.sampled_from([1, 1, 2, 3, 8]),
-    window=st.sampled_from([None, None, None, 2, 5, 16]),
+    kinds=st.sampled_from([ONE_KIND, ONE_KIND, *KINDS]),
     num_snapshots=st.sampled_from([None, None, 0, 1, 1, 2, 4, 30]),
 )
 
@@ -106,6 +120,6 @@ STATE_SETUPS = st.builds(
     policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
     asynchronous=st.booleans(),
     num_steps=st.sampled_from([1, 1, 2, 8]),
-    window=st.none(),
+    kinds=st.sampled_from([ONE_KIND, ONE_KIND, ONE_KIND, *KINDS[-4:]]),
     num_snapshots=st.sampled_from([1, 2, 4, 30]),
 )

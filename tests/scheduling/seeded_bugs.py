@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.scheduling.seeded_device_bugs import DEVICE_BUGS
+from tests.scheduling.seeded_kind_bugs import KIND_BUGS
 from tests.scheduling.seeded_pool_bugs import (
     BATCH,
     FITTING,
@@ -50,8 +51,8 @@ SCHEDULE_BUGS = (
     Bug(
         "what was computed survives preemption",
         SCHEDULER,
-        "self.slots.num_computed[slot] = cached",
-        "self.slots.num_computed[slot] = cached if sequence.num_cached < 0 else end - 1",
+        "            table.num_computed[slot] = cached\n",
+        "            table.num_computed[slot] = cached if sequence.num_cached < 0 else end - 1\n",
     ),
     Bug(
         "a full hit leaves nothing to compute",
@@ -173,13 +174,13 @@ SCHEDULE_BUGS = (
     Bug(
         "admission counts hits as free pages",
         SCHEDULER,
-        "free - self.pool.num_evictable(hits)",
-        "free",
+        "            free -= self.pool.num_evictable(blocks)\n",
+        "",
     ),
     Bug(
         "admission does not look at free pages",
         SCHEDULER,
-        "return needed + num_running <= free or num_running == 0",
+        "return needed + num_running * table.num_parts + self._chunk_pages(num_known) <= free",
         "return True",
     ),
     Bug(
@@ -428,8 +429,8 @@ OTHER_BUGS = (
     Bug(
         "a static batch holds pages for its prompts only",
         STATIC,
-        "self._place(sequence, NO_PAGES, 0, length)",
-        "self._place(sequence, NO_PAGES, 0, len(sequence.token_ids))",
+        "self._place(sequence, self._no_prefix.blocks, 0, length)",
+        "self._place(sequence, self._no_prefix.blocks, 0, len(sequence.token_ids))",
     ),
     Bug(
         "padding rows are taken for a sequence's",
@@ -449,6 +450,7 @@ OTHER_BUGS = (
 SCHEDULER_BUGS = (
     *POOL_BUGS,
     *STATE_BUGS,
+    *KIND_BUGS,
     *SCHEDULE_BUGS,
     *COMMIT_BUGS,
     *TABLE_BUGS,

@@ -44,7 +44,7 @@ POOL_BUGS = (
     Bug(
         "events: evicted pages are not told of",
         POOL,
-        "            self.on_change(RemovedPages(self.index.keys(pages)))\n",
+        "            self.on_change(RemovedPages(self.index.keys(first)))\n",
         "            pass\n",
     ),
     Bug(
@@ -92,8 +92,8 @@ POOL_BUGS = (
     Bug(
         "new pages: those of the slot's last sequence count as sent",
         SLOTS,
-        "self.num_pages[slot] = self.first_page[slot] = self.num_sent[slot] = 0",
-        "self.num_pages[slot] = self.first_page[slot] = 0",
+        "self.num_pages[slot] = self.first_pages[:, slot] = self.num_sent[slot] = 0",
+        "self.num_pages[slot] = self.first_pages[:, slot] = 0",
     ),
     Bug(
         "new pages: of several, only the first is sent",
@@ -128,13 +128,13 @@ POOL_BUGS = (
     Bug(
         "the key of an evicted page stays",
         POOL,
-        "        self.index.remove(pages)\n",
+        "        self.index.remove(blocks)\n",
         "",
     ),
     Bug(
         "an evicted page counts as cached",
         POOL,
-        "self.is_cached[pages] = False\n        self.num_evictions",
+        "self.is_cached[blocks] = False\n        self.num_evictions",
         "self.num_evictions",
     ),
     Bug(
@@ -158,8 +158,8 @@ POOL_BUGS = (
     Bug(
         "a page is published under its neighbour's key",
         POOL,
-        "self.index.add(pages.astype(np.intp), keys)",
-        "self.index.add(pages.astype(np.intp), keys[::-1])",
+        "self.index.add(pages.astype(np.intp), _keys_of(keys, kind))",
+        "self.index.add(pages.astype(np.intp), _keys_of(keys, kind)[::-1])",
     ),
     Bug(
         "a page is found by its key's tag alone",
@@ -257,8 +257,8 @@ POOL_BUGS = (
     Bug(
         "released pages go ahead of those that wait",
         POOL,
-        "        self._num_evictable += len(pages)\n",
-        "        self._num_evictable += len(pages)\n"
+        "        self._num_evictable += self._size(pages)\n",
+        "        self._num_evictable += self._size(pages)\n"
         "        entries = self._evictable()[::-1]\n"
         "        self._tail = self._head + len(entries)\n"
         "        self._queue[self._head : self._tail] = entries\n"

@@ -27,9 +27,9 @@ STATE_FAULTS = {
 STATE_BUGS = (
     Bug(
         "cached pages are used without a snapshot",
-        SNAPSHOTS,
-        "return pages[: self.snapshots.usable(pages)]",
-        "return pages",
+        SCHEDULER,
+        "is_end = has_snapshot if is_end is None else is_end & has_snapshot",
+        "pass",
         letter="j",
     ),
     Bug(
@@ -63,15 +63,15 @@ STATE_BUGS = (
     Bug(
         "an evicted page's snapshot is still found",
         POOL,
-        "            self.snapshots.drop(pages)\n",
-        "            self.snapshots.drop(pages[:0])\n",
+        "            self.snapshots.drop(blocks)\n",
+        "            self.snapshots.drop(blocks[:0])\n",
         letter="l",
     ),
     Bug(
         "a preempted row resumes from its old state",
         SCHEDULER,
-        "self.states.begin(slot, hits, len(matched))",
-        "self.states.begin(slot, hits[:0] if sequence.num_preemptions else hits, len(matched))",
+        "self.states.begin(slot, hits[0], len(matched.blocks[0]))",
+        "self.states.begin(slot, hits[0][:0] if sequence.num_preemptions else hits[0], 0)",
         letter="o",
     ),
     Bug(

@@ -63,7 +63,7 @@ class Subscriber:
     def check(self, pool: PagePool, keys: PageKeys) -> None:
         """Compare with the pool's index, and the pages' recorded tokens with their keys."""
         found = set()
-        for key in pool.index.keys(pool.index.pages()):
+        for key in pool.index.keys(pool.cached()):
             data = key.tobytes()
             if data not in self._hash_of:
                 [name] = block_hashes(key[None])

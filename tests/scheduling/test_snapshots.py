@@ -30,4 +30,4 @@ def test_the_demoted_snapshot_is_evicted_before_the_least_recently_used() -> Non
         pool.attach(pool.acquire(), page)
     pool.demote(4)
     pool.acquire()
-    assert [pool.usable(np.array([page])) for page in (3, 4)] == [1, 0]
+    assert pool.has_snapshot(np.array([3, 4])).tolist() == [True, False]
