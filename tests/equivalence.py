@@ -76,9 +76,9 @@ MAX_LEN = LONGEST_PROMPT + LONGEST_OUTPUT + 2
 SLOTS = 5
 DEVICE_PAGES = 400
 DEVICE_SNAPSHOTS = 40
-# Families beside Qwen3 that the oracle computes: their layers keep states.
+# Cases that the oracle computes beside plain Qwen3: layers with windows, or that keep states.
 ORACLES = (
-    *("lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h"),
+    *("qwen3_window", "lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h"),
     *("granitemoehybrid", "falcon_h1", "bamba", "olmo_hybrid"),
 )
 MOST_STEPS = 6
@@ -361,8 +361,10 @@ def run_schedule(bench: Bench, seed: int) -> Counter[str]:
 
     engine = Engine(replace(loaded, config=config), scheduler=scheduler)
     # Fewer pages than the device has, so that the host's pool runs out first.
-    pages = 1 + one_sequence + rng.choice([0, one_sequence // 4, 2 * one_sequence, 200])
-    engine.pool.__init__(min(pages, DEVICE_PAGES), page)
+    blocks = one_sequence + rng.choice([0, one_sequence // 4, 2 * one_sequence, 200])
+    pages = 1 + engine.slots.num_parts * min(blocks, DEVICE_PAGES - 1)
+    engine.pool.__init__(pages, page, engine.slots.kinds)
+    engine.slots.block_pages = engine.pool.block_pages
     if engine.scheduler.states is not None:
         engine.pool.snapshots = engine.scheduler.states.snapshots
         engine.scheduler.states.interval, engine.scheduler.states.least = 8, 1

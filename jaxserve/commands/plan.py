@@ -19,6 +19,8 @@ from jaxserve.settings.config import EngineConfig
 GIB = 2**30
 # Rows of the decode steps that are predicted, and the tokens of each.
 ROWS, CONTEXT = (1, 32, 256), 1024
+# Lengths of sequences whose number in the cache is reported.
+LENGTHS = (1024, 8192, 32768)
 
 
 def add_plan(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -102,6 +104,7 @@ def _numbers(plan: Any) -> dict[str, Any]:
         "sampler": plan.step_bytes - plan.temporary_bytes,
         "memory": [_kind(kind) for kind in plan.memory],
         "page_bytes": plan.page_bytes,
+        "kinds": [dataclasses.asdict(kind) for kind in plan.page_kinds],
         "pages": plan.num_pages,
         "full_pages": plan.full_pages,
         "least_pages": plan.least_pages,
@@ -112,6 +115,9 @@ def _numbers(plan: Any) -> dict[str, Any]:
         "needed": plan.needed,
         "cache_bytes": plan.pages.num_bytes,
         "cache_tokens": plan.cache_tokens,
+        "cache_sequences": {
+            str(length): plan.held.sequences(length) if plan.starts else 0 for length in LENGTHS
+        },
         "longest_context": plan.longest,
         "sequences": plan.sequences,
         "step_seconds": plan.step_seconds,
@@ -122,7 +128,7 @@ def _numbers(plan: Any) -> dict[str, Any]:
 
 
 def _kind(kind: Any) -> dict[str, Any]:
-    names = ("name", "layers", "unit", "bytes_per_unit", "count", "window")
+    names = ("name", "layers", "unit", "bytes_per_unit", "count")
     return {name: getattr(kind, name) for name in names} | {"bytes": kind.num_bytes}
 
 
@@ -188,6 +194,9 @@ def _cells(plan: Any) -> dict[str, str]:
         | {kind.name: _size(kind.num_bytes) for kind in plan.cache_kinds}
         | {
             "tokens of it": f"{plan.cache_tokens:,}",
+        }
+        | (_kinds(plan) if len(plan.page_kinds) > 1 else {})
+        | {
             "longest sequence": f"{plan.longest:,}",
             "such sequences": f"{plan.sequences:,}",
             "rows of a step": f"{plan.sizes.seqs:,}",
@@ -197,6 +206,16 @@ def _cells(plan: Any) -> dict[str, str]:
     if plan.starts:
         return cells | cache
     return cells | dict.fromkeys(cache, "") | {plan.pages.name: "too large"}
+
+
+def _kinds(plan: Any) -> dict[str, str]:
+    """Return a row for each kind of cache pages, and one for each length of sequences."""
+    rows = {
+        f"{kind.name}, {kind.layers} layers": f"{_size(kind.token_bytes)} a token"
+        for kind in plan.page_kinds
+    }
+    counts = {f"sequences of {length:,}": f"{plan.held.sequences(length):,}" for length in LENGTHS}
+    return rows | counts
 
 
 def _size(count: float) -> str:

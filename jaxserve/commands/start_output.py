@@ -96,7 +96,7 @@ def summary(loaded: Loaded) -> list[str]:
     The line about states is for models whose layers keep states.
     """
     report, plan = _report(loaded)
-    tokens = (plan.num_pages - 1) * plan.block_size
+    tokens = plan.held.tokens
     store, later = report.store, 0 if loaded.behind is None else loaded.behind.num_missing
     assert store is not None
     counts = f"{store.num_built} compiled, {store.num_loaded} loaded from files"
@@ -122,7 +122,7 @@ def at_length(loaded: Loaded) -> list[str]:
         f"memory: weights {loaded.runner.weight_bytes:,} bytes{_quantization(plan)}; "
         f"KV cache in {_cache_dtype(plan)}, {plan.num_pages:,} pages x "
         f"{plan.page_bytes:,} = {plan.pages.num_bytes:,} bytes "
-        f"({(plan.num_pages - 1) * plan.block_size:,} tokens); temporaries of a step at most "
+        f"({plan.held.tokens:,} tokens); temporaries of a step at most "
         f"{plan.temporary_bytes:,} bytes; at most {plan.max_num_seqs} sequences "
         f"of {loaded.limits.max_model_len:,} tokens",
         *_states(plan),

@@ -86,8 +86,9 @@ class Engine:
         self.requests = RequestFactory(
             loaded.tokenizer, loaded.limits, grammars, loaded.default_sampling
         )
-        self.pool = PagePool(self.runner.num_pages, self.config.block_size)
         self.slots = loaded.slot_table()
+        kinds = self.slots.kinds
+        self.pool = PagePool(self.runner.num_pages, self.config.block_size, kinds)
         self.scheduler = scheduler(self.config, self.pool, self.slots)
         self._in_flight: InFlight | None = None
         self._pace = LaunchLength(self.runner.most_steps, self.config.num_scheduler_steps)
@@ -101,7 +102,7 @@ class Engine:
         # A histogram of prompt and answer tokens per step.
         self.step_tokens = ValueCounts(STEP_TOKENS)
         self._compiles_at_start = self.runner.num_compiles
-        self._events = open_events(self.config, self.slots.window)
+        self._events = open_events(self.config, kinds[0].window)
         if self._events is not None:
             self.pool.on_change = self._events.add
 

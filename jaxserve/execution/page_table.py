@@ -3,8 +3,11 @@
 
 The host's table (`SlotTable.page_table`) is authoritative. The device has a copy. Each launch
 sends the pages that its rows got since their last launch, a few words instead of megabytes. Pages
-that a sequence frees while it runs are not sent, because they are outside every window and their
+that a sequence frees while it runs are not sent, because they are outside the window and their
 entries are not read.
+
+A row has the pages of one sequence, in the order of its tokens. If the model has several kinds of
+pages, it has the pages of each group of layers, one group after the other (see `PageLayout`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.execution.buckets import Bucket
+from jaxserve.models.config.page_kinds import PageLayout
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 
@@ -89,6 +93,55 @@ def put_pages(
     Positions beyond the end of the table are ignored.
     """
     return table.reshape(-1).at[places].set(pages, mode="drop").reshape(table.shape)
+
+
+def places_of_parts(
+    places: Int32[Array, " C"], layout: PageLayout, columns: int
+) -> Int32[Array, " parts_times_C"]:
+    """Return the places in the flat page table of each page of blocks of every kind.
+
+    Args:
+        places: places of the blocks in a table with one column per block.
+        layout: the layout of the cache pages.
+        columns: number of columns of the page table.
+    """
+    blocks = columns // layout.parts
+    slot, nth = places // blocks, places % blocks
+    parts: list[Array] = []
+    for first, splits in _groups(layout, blocks):
+        start = slot * columns + first + nth * splits
+        parts += [start + split for split in range(splits)]
+    return jnp.concatenate(parts)
+
+
+def tables_of_groups(
+    rows: Int32[Array, "R W"], layout: PageLayout
+) -> list[tuple[Int32[Array, "R M"], int]]:
+    """Return for each group of layers its page table, and the pages into which it splits a block.
+
+    Args:
+        rows: the rows of the page table.
+        layout: the layout of the cache pages.
+    """
+    blocks = rows.shape[1] // layout.parts
+    return [
+        (rows[:, first : first + blocks * splits], splits)
+        for first, splits in _groups(layout, blocks)
+    ]
+
+
+def _groups(layout: PageLayout, blocks: int) -> Iterator[tuple[int, int]]:
+    """Yield the first column of each group of layers, and the pages into which it splits a block.
+
+    Args:
+        layout: the layout of the cache pages.
+        blocks: the most blocks of a sequence.
+    """
+    first = 0
+    for kind in range(len(layout.kinds)):
+        for _ in range(layout.groups(kind)):
+            yield first, layout.splits(kind)
+            first += blocks * layout.splits(kind)
 
 
 def set_rows(

@@ -23,7 +23,7 @@ from jaxserve.models.expert_places import place_counts
 from jaxserve.models.linear import accumulator
 from jaxserve.models.mixers import Kept
 from jaxserve.models.paged import KVPages
-from jaxserve.models.shards import AXIS, local_kv_heads
+from jaxserve.models.shards import AXIS
 from pallas_kernels.arguments import FP8, FP8_BITS, INT8
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
@@ -49,7 +49,6 @@ class MemoryKind:
         unit: "page" or "slot".
         bytes_per_unit: bytes of one unit on each device, over all of its layers.
         count: number of units, the null page or the null slot included.
-        window: tokens of the attention window that limits the pages of a sequence, or None.
         arrays: tree of the shapes of one unit in one layer, over all devices.
         devices: devices over which an axis of each of `arrays` is divided.
         divided: for each of `arrays` that axis, if it is not the first of all of them.
@@ -60,7 +59,6 @@ class MemoryKind:
     unit: Literal["page", "slot"]
     bytes_per_unit: int
     count: int
-    window: int | None = None
     arrays: Any = ()
     devices: int = 1
     divided: tuple[int, ...] = ()
@@ -74,14 +72,13 @@ class MemoryKind:
         count: int,
         *,
         layers: int = 0,
-        window: int | None = None,
         devices: int = 1,
         divided: tuple[int, ...] = (),
     ) -> MemoryKind:
         """Return a MemoryKind, with its bytes per unit computed from the shapes of its arrays."""
         leaves = jax.tree.leaves(arrays)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) * max(1, layers) // devices
-        return cls(name, layers, unit, size, count, window, arrays, devices, divided)
+        return cls(name, layers, unit, size, count, arrays, devices, divided)
 
     @property
     def num_bytes(self) -> int:
@@ -119,8 +116,8 @@ class DeviceState:
     second copy. The pages start as zeros, so that an unused cell never contains a NaN.
     """
 
-    kv: list[KVPages]  # one per layer with attention
-    page_table: Int32[Array, "slots_plus_1 M"]  # the entries sent so far (see `page_table`)
+    kv: list[KVPages]  # one per layer of a group (see `PageLayout`)
+    page_table: Int32[Array, "slots_plus_1 W"]  # the entries sent so far (see `page_table`)
     last_token: Int32[Array, " slots_plus_1"]  # the newest sampled token of each slot
     sampler: SamplerState
     # Rows that each device's experts have computed, modulo 2**32, by layer and place if experts
@@ -201,17 +198,18 @@ def memory_kinds(
         num_snapshots: the states of prefixes beside those of the slots.
     """
     # A head that is replicated, or whose positions are sharded, counts once per device.
-    devices = config.split.devices
-    cells = (local_kv_heads(config) * devices, page_size // config.split.context)
-    page = (jax.ShapeDtypeStruct((*cells, config.head_dim), dtype),) * 2
-    if dtype == INT8:
-        page += (jax.ShapeDtypeStruct(cells, SCALE),) * 2
-    layers, window = config.num_page_layers, config.layers.window
+    devices, layout = config.split.devices, config.page_layout
+    page: tuple[jax.ShapeDtypeStruct, ...] = ()
+    if layout.kinds:
+        kind, size = layout.kinds[0], page_size // layout.splits(0)
+        cells = max(1, kind.heads // devices) * devices, size // config.split.context
+        sizes = kind.key_size, kind.value_size
+        page = tuple(jax.ShapeDtypeStruct((*cells, size), dtype) for size in sizes)
+        if dtype == INT8:
+            page += (jax.ShapeDtypeStruct(cells, SCALE),) * 2
     row = jax.tree.map(_unit, jax.eval_shape(lambda: make_sampler_state(0, config.vocab_size)))
     kinds = (
-        MemoryKind.of(
-            PAGES, "page", page, num_pages, layers=layers, window=window, devices=devices
-        ),
+        MemoryKind.of(PAGES, "page", page, num_pages, layers=layout.depth, devices=devices),
         MemoryKind.of(SAMPLER, "slot", row, num_slots + 1),
     )
     if config.recurrent is None:
@@ -232,15 +230,20 @@ def memory_kinds(
 
 
 def kept_by_layers(config: ModelConfig, state: DeviceState) -> list[Kept]:
-    """Return the arrays of each layer: its pages and its states."""
+    """Return the arrays of each layer: its states, and its pages if no other layer shares them."""
     pages, states = iter(state.kv), iter(state.others.get(STATES, ()))
+    has_pages = config.has_pages if len(config.page_layout.kinds) == 1 else _shares_pages
     return [
         Kept(
-            next(pages) if config.has_pages(layer) else (),
+            next(pages) if has_pages(layer) else (),
             next(states) if config.states_of(layer) else (),
         )
         for layer in range(config.num_hidden_layers)
     ]
+
+
+def _shares_pages(layer: int) -> bool:
+    return False
 
 
 def with_states(others: dict[str, Any], kept: Iterable[Kept]) -> dict[str, Any]:
@@ -278,7 +281,7 @@ def make_state(config: ModelConfig, memory: Iterable[MemoryKind], max_pages: int
     Args:
         config: the configuration of the model.
         memory: the kinds of memory, with their counts.
-        max_pages: the most pages of a slot, the width of the page table.
+        max_pages: the number of columns of the page table (`SlotTable.num_columns`).
     """
     kinds = {kind.name: kind for kind in memory}
     pages, sampler = kinds.pop(PAGES), kinds.pop(SAMPLER)

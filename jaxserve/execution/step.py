@@ -16,7 +16,7 @@ from jax import lax
 from jaxserve.execution.batch import StepBatch, known_tokens, slot_mapping, state_rows
 from jaxserve.execution.columns import Columns
 from jaxserve.execution.logprobs import DeviceLogprobs, draw_logprobs, position_logprobs
-from jaxserve.execution.page_table import put_pages
+from jaxserve.execution.page_table import places_of_parts, put_pages, tables_of_groups
 from jaxserve.execution.sampler_state import SamplerState, record
 from jaxserve.execution.sampling import sample
 from jaxserve.execution.state import (
@@ -27,7 +27,8 @@ from jaxserve.execution.state import (
     with_states,
 )
 from jaxserve.models import Decoder, ModelConfig
-from jaxserve.models.paged import PagedStep
+from jaxserve.models.config.page_kinds import PageLayout
+from jaxserve.models.paged import GroupCells, PagedStep, PageGroups
 from jaxserve.models.placed_weight import with_implementation, with_num_rows
 from jaxserve.scheduling.slot_table import NO_TOKEN
 
@@ -50,6 +51,8 @@ def model_step(
     leaves: list[Array],
     state: DeviceState,
     batch: StepBatch[Array],
+    *,
+    layout: PageLayout | None = None,
     **options: Any,
 ) -> tuple[DeviceState, StepOutput]:
     """Compute a step's tokens, write their K and V, and sample the next token of each row.
@@ -63,6 +66,7 @@ def model_step(
             per call.
         state: the device state, donated.
         batch: the inputs of the step.
+        layout: static, the layout of the cache pages if there are several kinds, else None.
         options: static. `decode_only`: every row has one token. `greedy`: every row takes its most
             likely token (see `is_greedy`), unless `choose_tokens` follows. `keeps_logits`: the
             output contains the inputs of `choose_tokens` and `score_positions`. `implementation`:
@@ -71,41 +75,59 @@ def model_step(
     Returns:
         The new device state, and the sampled tokens with the requested log-probabilities.
     """
-    state, page_table = with_new_pages(state, batch)
-    return _take_step(graphdef, treedef, leaves, state, batch, page_table=page_table, **options)
+    state, page_table = with_new_pages(state, batch, layout)
+    options |= {"page_table": page_table, "layout": layout}
+    return _take_step(graphdef, treedef, leaves, state, batch, **options)
 
 
 def with_new_pages(
-    state: DeviceState, batch: StepBatch[Array]
-) -> tuple[DeviceState, Int32[Array, "R M"]]:
+    state: DeviceState, batch: StepBatch[Array], layout: PageLayout | None = None
+) -> tuple[DeviceState, Int32[Array, "R W"]]:
     """Write a launch's new pages into the page table of the device state.
 
     The result is the new state, and for each row of the launch its row of the page table.
     """
-    table = put_pages(state.page_table, batch.page_places, batch.page_ids)
+    places, pages = batch.page_places, batch.page_ids
+    if layout is not None:
+        places, pages = places_of_parts(places, layout, state.page_table.shape[1]), pages.ravel()
+    table = put_pages(state.page_table, places, pages)
     return replace(state, page_table=table), table.at[batch.slots].get(mode="clip")
 
 
 def _paged_step(
     config: ModelConfig,
+    layout: PageLayout | None,
     state: DeviceState,
     batch: StepBatch[Array],
-    page_table: Int32[Array, "R M"],
+    page_table: Int32[Array, "R W"],
     decode_only: bool,
     implementation: str,
-) -> PagedStep:
+) -> tuple[PagedStep, PageGroups | None]:
+    """Return a step as the layers see it, and their cache pages if groups of layers share them."""
     page_size = state.kv[0][0].shape[2] * config.split.context if state.kv else 1
     null_slot = state.last_token.shape[0] - 1
-    return PagedStep(
+    groups = None
+    if layout is None:
+        cells = GroupCells(page_table, slot_mapping(batch, page_table, page_size))
+    else:
+        block = page_size * layout.splits(0)
+        cells_of_groups = [
+            GroupCells(table, slot_mapping(batch, table, block // splits))
+            for table, splits in tables_of_groups(page_table, layout)
+        ]
+        cells = cells_of_groups[0]
+        groups = PageGroups(layout, state.kv, cells_of_groups, config.split.devices)
+    step = PagedStep(
         positions=batch.positions,
-        slot_mapping=slot_mapping(batch, page_table, page_size),
-        page_table=page_table,
+        slot_mapping=cells.slot_mapping,
+        page_table=cells.page_table,
         query_start=batch.query_start,
         kv_len=batch.kv_len,
         decode_only=decode_only,
         implementation=implementation,
         state_rows=state_rows(batch, null_slot) if STATES in state.others else None,
     )
+    return step, groups
 
 
 def _take_step(
@@ -115,20 +137,23 @@ def _take_step(
     state: DeviceState,
     batch: StepBatch[Array],
     *,
-    page_table: Int32[Array, "R M"],
+    page_table: Int32[Array, "R W"],
     decode_only: bool,
     greedy: bool,
     implementation: str,
     keeps_logits: bool = False,
+    layout: PageLayout | None = None,
 ) -> tuple[DeviceState, StepOutput]:
     # Tokens and rows of the plan come before padding.
     num_tokens = batch.query_start[-1]
     parameters = with_implementation(jax.tree.unflatten(treedef, leaves), implementation)
     model = nnx.merge(graphdef, with_num_rows(parameters, num_tokens))
     null_slot = state.last_token.shape[0] - 1
-    step = _paged_step(model.config, state, batch, page_table, decode_only, implementation)
+    step, groups = _paged_step(
+        model.config, layout, state, batch, page_table, decode_only, implementation
+    )
     tokens = known_tokens(batch, state.last_token)
-    kept, rows, hidden = model.advance(tokens, step, kept_by_layers(model.config, state))
+    kept, rows, hidden = model.advance(tokens, step, kept_by_layers(model.config, state), groups)
     last = hidden if decode_only else hidden.at[batch.sample_index].get(mode="clip")
     # kv_len cannot be used: a row that has ended can precede active rows.
     num_rows = (batch.query_start[:-1] < num_tokens).sum(dtype=jnp.int32)
@@ -153,7 +178,7 @@ def _take_step(
     counted = None if rows is None or state.expert_rows is None else state.expert_rows + rows
     state = replace(
         state,
-        kv=[layer.pages for layer in kept if layer.pages],
+        kv=[layer.pages for layer in kept if layer.pages] if groups is None else groups.pages,
         others=with_states(state.others, kept),
         last_token=last_token,
         sampler=sampler,
@@ -286,7 +311,8 @@ def decode_steps(
         The new state and the output. `token_ids` is [most, R], defined for the steps in which a row
         was active. `logprobs` is from the last step.
     """
-    state, page_table = with_new_pages(state, batch)
+    layout = options.get("layout")
+    state, page_table = with_new_pages(state, batch, layout)
     step = _traced_once(graphdef, treedef, decode_only=True, **options)
     null_slot = state.last_token.shape[0] - 1
     shapes = jax.eval_shape(step, leaves, state, batch, page_table=page_table)[1]

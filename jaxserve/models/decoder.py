@@ -20,7 +20,7 @@ from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.layers import Embedding, Norm, Residual, build_mlp, norm_options
 from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator
 from jaxserve.models.mixers import MIXERS, Kept, MixerInputs
-from jaxserve.models.paged import KVPages, PagedStep
+from jaxserve.models.paged import KVPages, PagedStep, PageGroups
 from jaxserve.models.rope import rope_cos_sin
 from jaxserve.models.rounding import rounded_once
 from pallas_kernels import add_norm_kernel
@@ -222,13 +222,24 @@ class Decoder(nnx.Module):
         return hidden, [layer.pages for layer in kept]
 
     def advance(
-        self, tokens: Int32[Array, " T"], step: PagedStep, kept: Sequence[Kept]
+        self,
+        tokens: Int32[Array, " T"],
+        step: PagedStep,
+        kept: Sequence[Kept],
+        groups: PageGroups | None = None,
     ) -> tuple[list[Kept], UInt32[Array, "*places"] | None, Float[Array, "T D"]]:
         """Return each layer's pages and states after the step, counts of rows, and hidden states.
 
         The counts of the rows of this device's experts are None unless each device has whole
         experts (see `Split`). With expert places they are [layers with experts, places of this
         device], else a single number. The hidden states are normalized.
+
+        Args:
+            tokens: token ids of the step.
+            step: the ragged batch of this step.
+            kept: the cache pages and states of each layer.
+            groups: the cache pages, if layers share them. `kept` then has states alone. The pages
+                after the step replace those in `groups`.
         """
         config = self.config
         places = place_tables(config)
@@ -254,9 +265,14 @@ class Decoder(nnx.Module):
                 layer_step = (
                     step if places is None else replace(step, places=jnp.asarray(places[index]))
                 )
+                if groups is not None:
+                    pages, layer_step = groups.of_layer(index, layer_step)
+                    arrays = arrays._replace(pages=pages)
                 residual, arrays, rows = run_layer(
                     *nnx.split(layer), residual, cos_sin, layer_step, arrays
                 )
+                if groups is not None:
+                    groups.put(index, arrays.pages)
             after.append(arrays)
             counts += jax.tree.leaves(rows)
         hidden = residual.normed(self.norm, self.norm.options, step.others)[1]

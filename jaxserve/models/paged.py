@@ -6,12 +6,14 @@ as metadata, set when it is created (`linear.weight`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 from flax import nnx
 
+from jaxserve.models.config.page_kinds import PageLayout
 from pallas_kernels import StateRows
 
 if TYPE_CHECKING:
@@ -78,6 +80,63 @@ class PagedStep:
         """
         is_special = self.implementation in ("mosaic_gpu", "llvm")
         return "auto" if is_special else self.implementation
+
+
+class GroupCells(NamedTuple):
+    """The cells of a step in the pages of a group of layers (see `PagedStep`)."""
+
+    page_table: Int32[Array, "R M"]
+    slot_mapping: Int32[Array, " T"]
+
+
+class PageGroups:
+    """The cache pages of a program whose layers share arrays (see `PageLayout`).
+
+    The layers are computed in their order, and each sees the arrays as the layers before it have
+    changed them.
+
+    Args:
+        layout: the layout of the model.
+        pages: the arrays, as the first kind of pages sees them.
+        cells: the cells of the step, for each group of layers.
+        devices: number of devices over which kv heads are divided.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        pages: Sequence[KVPages],
+        cells: Sequence[GroupCells],
+        devices: int = 1,
+    ) -> None:
+        self._layout, self._cells, self._devices = layout, cells, devices
+        self.pages = list(pages)
+
+    def of_layer(self, layer: int, step: PagedStep) -> tuple[KVPages, PagedStep]:
+        """Return the pages of a layer after the layers before it, and the step with its cells."""
+        place = self._layout.places[layer]
+        if place is None:
+            return (), step
+        pages = self.pages[place.array]
+        return self._as_kind(pages, place.kind), replace(step, **self._cells[place.group]._asdict())
+
+    def put(self, layer: int, pages: KVPages) -> None:
+        """Replace the pages of a layer by pages with the keys and values of the step."""
+        place = self._layout.places[layer]
+        if place is not None:
+            self.pages[place.array] = self._as_kind(pages, 0)
+
+    def _as_kind(self, pages: KVPages, kind: int) -> KVPages:
+        """Return pages in the shape of a kind, of whose pages all have as many numbers."""
+        if self._layout.is_uniform:
+            return pages
+        heads, *sizes = self._layout.kinds[kind].shape
+        heads = max(1, heads // self._devices)
+        shaped = [
+            page.reshape(page.shape[0], heads, -1, size)
+            for page, size in zip(pages, sizes, strict=True)
+        ]
+        return shaped[0], shaped[1]
 
 
 def logical_axes(module: nnx.Module) -> dict[str, LogicalAxes]:

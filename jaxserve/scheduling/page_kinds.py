@@ -92,6 +92,23 @@ def steady_pages(kinds: Sequence[PoolKind], length: int, page_size: int) -> int:
     return sum(kind.num_pages * kind.most_blocks(length, page_size, page_size) for kind in kinds)
 
 
+def chunk_pages(kinds: Sequence[PoolKind], length: int, tokens: int, page_size: int) -> int:
+    """Return the pages that the tokens of chunks take beside the windows of their sequences.
+
+    Args:
+        kinds: the kinds of pages of the model.
+        length: number of tokens of the longest sequence. Kinds whose window contains it have none.
+        tokens: number of tokens of the chunks.
+        page_size: number of tokens of a block.
+    """
+    blocks = -(-tokens // page_size)
+    return sum(
+        kind.num_pages * blocks
+        for kind in kinds
+        if kind.window is not None and length > kind.window
+    )
+
+
 def longest_held(
     kinds: Sequence[PoolKind], num_pages: int, page_size: int, chunk: int, length: int
 ) -> int:

@@ -19,7 +19,7 @@ from jaxserve.scheduling import budget as budgets
 from jaxserve.scheduling.commit_result import StepResult, draws_of
 from jaxserve.scheduling.invariants import check_invariants
 from jaxserve.scheduling.page_keys import WORDS
-from jaxserve.scheduling.page_kinds import most_pages, steady_pages, windowed
+from jaxserve.scheduling.page_kinds import chunk_pages, most_pages, steady_pages, windowed
 from jaxserve.scheduling.page_pool import CachedPrefix, PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.publishing import Publisher
@@ -359,18 +359,14 @@ class Scheduler:
         Args:
             num_known: number of tokens of a sequence beside those that run.
         """
-        table, size = self.slots, self.pool.page_size
-        pages = 0
-        for number in self._windowed:
-            kind = table.kinds[number]
-            assert kind.window is not None
-            lengths = table.length[self._running]
-            is_longer = lengths > kind.window
-            tokens = int((lengths - table.num_computed[self._running])[is_longer].sum())
-            tokens += num_known if num_known > kind.window else 0
-            tokens = min(tokens, 2 * self.max_num_batched_tokens)
-            pages += -(-tokens // size) * kind.num_pages
-        return pages
+        if not self._windowed:
+            return 0
+        table, running = self.slots, self._running
+        lengths = table.length[running]
+        tokens = num_known + int((lengths - table.num_computed[running]).sum())
+        tokens = min(tokens, 2 * self.max_num_batched_tokens)
+        longest = max(num_known, int(lengths.max(initial=0)))
+        return chunk_pages(table.kinds, longest, tokens, self.pool.page_size)
 
     def _place(self, sequence: Sequence, hits: list[np.ndarray], cached: int, end: int) -> int:
         """Give a waiting sequence a slot, with pages for its tokens before `end`. Return the slot.

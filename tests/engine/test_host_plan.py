@@ -181,7 +181,7 @@ def test_the_bundled_model_keeps_its_programs(tmp_path: Path) -> None:
         config = EngineConfig()
         [plan, *_] = plan_model(config, None, root).plans
         resolved = config.resolve("cpu", 1024)
-        budget = cpu_page_budget(resolved, plan.page_bytes)
+        budget = cpu_page_budget(resolved, plan.page_bytes, plan.model_config)
         assert plan.num_pages == plan.full_pages == budget == 4161
         assert (plan.dtype, plan.longest) == ("float32", 1024)
         source = find_source(config)

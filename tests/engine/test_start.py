@@ -180,9 +180,9 @@ def test_the_cache_on_cpu_stops_at_what_slots_can_use() -> None:
     plain = EngineConfig(**settings, enable_prefix_caching=False).resolve("cpu", 64)
     cached = EngineConfig(**settings).resolve("cpu", 64)
     slots = 3 * (64 // 16 + 1)  # each with the page to spare that admission asks for
-    assert cpu_page_budget(plain, 1 << 10) == slots + 1
-    assert cpu_page_budget(cached, 1 << 10) == 2 * slots + 1
-    assert cpu_page_budget(cached, 1 << 27) == 8
+    assert cpu_page_budget(plain, 1 << 10, model) == slots + 1
+    assert cpu_page_budget(cached, 1 << 10, model) == 2 * slots + 1
+    assert cpu_page_budget(cached, 1 << 27, model) == 8
 
 
 def test_importing_loads_no_heavy_library() -> None:

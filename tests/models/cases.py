@@ -357,6 +357,13 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": [SLIDING, FULL],
         "num_key_value_heads": 1,
     },
+    # Three groups of layers, two of them with the window.
+    "qwen3_window_groups": {
+        "num_hidden_layers": 6,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": [SLIDING, FULL, SLIDING] * 2,
+    },
     "qwen3_moe_one_dense": {"mlp_only_layers": [1]},
     "qwen3_moe_weights_as_they_are": {
         "norm_topk_prob": False,

@@ -28,16 +28,6 @@ class LayerTable:
     mixers: tuple[tuple[str, ...], ...] = ()
     mlps: tuple[bool, ...] = ()
 
-    @property
-    def window(self) -> int | None:
-        """The widest window, or None if some layer has no window, and so sees every position."""
-        windows = [
-            window
-            for index, window in enumerate(self.windows)
-            if not self.mixers or ATTENTION in self.mixers[index]
-        ]
-        return None if None in windows else max((w for w in windows if w), default=None)
-
 
 # Reads a LayerTable, given the fields and the number of layers.
 ReadLayers = Callable[[Fields, int], LayerTable]

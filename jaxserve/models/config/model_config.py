@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ from jaxserve.models.config.experts import Experts
 from jaxserve.models.config.fields import MAX_POSITIONS, Fields, shown
 from jaxserve.models.config.latent import Latent
 from jaxserve.models.config.layers import ATTENTION, LayerTable
+from jaxserve.models.config.page_kinds import PageKind, PageLayout
 from jaxserve.models.config.quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.quantization import StoredQuantization, read_quantization
 from jaxserve.models.config.recurrent import Recurrent, StateShape
@@ -220,6 +222,21 @@ class ModelConfig:
     def has_mlp(self, layer: int) -> bool:
         """Return whether a layer has an MLP or experts."""
         return not self.layers.mlps or self.layers.mlps[layer]
+
+    @cached_property
+    def page_layout(self) -> PageLayout:
+        """The kinds of cache pages of the model, and the groups of layers that share arrays."""
+        kinds: dict[tuple[str, int, int, int, int | None], list[int]] = {}
+        for layer in filter(self.has_pages, range(self.num_hidden_layers)):
+            window = self.layers.windows[layer]
+            name = "attention" if window is None else f"window {window}"
+            shape = self.num_key_value_heads, self.head_dim, self.head_dim
+            kinds.setdefault((name, *shape, window), []).append(layer)
+        described = (
+            PageKind(name, tuple(layers), heads, key, value, window)
+            for (name, heads, key, value, window), layers in kinds.items()
+        )
+        return PageLayout.of(tuple(described), self.num_hidden_layers)
 
     @property
     def num_page_layers(self) -> int:

@@ -8,6 +8,7 @@ from jaxserve.models import ModelConfig
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.scheduling.slot_table import SlotTable
 from jaxserve.settings.config import MAX_SCHEDULER_STEPS, EngineConfig
+from jaxserve.start.plan.cache_kinds import pool_kinds
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,13 @@ def slot_table(config: EngineConfig, model_config: ModelConfig) -> SlotTable:
 
     Args:
         config: resolved settings.
-        model_config: configuration of the model, whose attention window limits the pages of a slot.
+        model_config: configuration of the model, whose attention windows limit the pages of a slot.
     """
     assert config.max_num_seqs and config.max_model_len
-    window = model_config.layers.window
     return SlotTable(
         config.max_num_seqs,
         config.max_model_len,
         config.block_size,
-        window,
+        pool_kinds(model_config),
         keeps_states=model_config.recurrent is not None,
     )

@@ -285,7 +285,7 @@ def plan_model(
         StepTimes(
             weights[form],
             form,
-            plan.page_bytes / plan.block_size,
+            plan.token_bytes,
             device.limits.kind,
             device.bandwidth,
             plan.state_bytes,

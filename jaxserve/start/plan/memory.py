@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jaxserve.execution.state import addressable_pages
 from jaxserve.models import ModelConfig
 from jaxserve.models.shards import group_of, local_kv_heads
-from jaxserve.scheduling.page_pool import longest_held
+from jaxserve.scheduling.page_kinds import most_pages
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import DeviceMemory
+from jaxserve.start.plan.cache_kinds import CacheRoom, pool_kinds
 from pallas_kernels.devices import GIB, DeviceLimits
 
 # Steps are large from this budget on. Below it, temporaries of 8,192 tokens would cost the cache
@@ -160,34 +161,36 @@ def count_pages(
 ) -> PageCounts:
     """Return how many pages the KV cache has (see `PageCounts` for the three numbers).
 
-    num_gpu_blocks_override decides, else kv_cache_memory_bytes, else the available memory. On CPU
-    without max_model_len the KV cache is never larger than its default budget, since a config.json
-    declares more positions than most requests use. With max_model_len one sequence of that length
-    fits. All numbers are limited to the pages that kernels can address.
+    num_gpu_blocks_override decides, else kv_cache_memory_bytes, else the available memory. A block
+    of the first setting has the pages of all layers. On CPU without max_model_len the KV cache is
+    never larger than its default budget, since a config.json declares more positions than most
+    requests use. With max_model_len one sequence of that length fits. All numbers are limited to
+    the pages that kernels can address.
 
     Args:
         config: resolved settings.
         model: configuration of the model.
         asked_length: max_model_len as the user set it, or None.
-        page: bytes of a page in all layers.
+        page: bytes of a page, in all layers of a group.
         dtype: dtype of the pages.
         room: bytes that remain beside weights, temporaries and sampler state.
         is_gpu: whether the cache is on a GPU.
     """
+    least = 1 + model.page_layout.parts
     if config.num_gpu_blocks_override is not None:
-        pages = config.num_gpu_blocks_override
+        pages = (config.num_gpu_blocks_override - 1) * model.page_layout.parts + 1
         counts = PageCounts(pages, pages, pages)
     elif config.kv_cache_memory_bytes is not None:
-        pages = cpu_page_budget(config, page)
-        counts = PageCounts(pages, pages, max(2, pages))
+        pages = cpu_page_budget(config, page, model)
+        counts = PageCounts(pages, pages, max(least, pages))
     elif is_gpu:
         pages = max(0, room) // page
-        counts = PageCounts(pages, pages, 2)
+        counts = PageCounts(pages, pages, least)
     else:
-        counts = _host_pages(config, asked_length, page, room)
+        counts = _host_pages(config, model, asked_length, page, room)
     # Cells of the cache are numbered with 32 bits.
     most, platform = 2**31 // config.block_size - 1, "gpu" if is_gpu else "cpu"
-    layer_page = page // 2 // max(1, model.num_page_layers)
+    layer_page = page // 2 // max(1, model.page_layout.depth)
 
     def limited(pages: int) -> int:
         return addressable_pages(min(pages, most), layer_page, dtype, platform)
@@ -195,23 +198,47 @@ def count_pages(
     return PageCounts(*map(limited, counts))
 
 
-def _host_pages(config: EngineConfig, asked_length: int | None, page: int, room: int) -> PageCounts:
+def _host_pages(
+    config: EngineConfig, model: ModelConfig, asked_length: int | None, page: int, room: int
+) -> PageCounts:
     assert config.max_model_len is not None
-    size, context = config.block_size, config.max_model_len
+    context = config.max_model_len
     if asked_length is not None:
-        full, least = cpu_page_budget(config, page), -(-context // size) + 1
+        full, least = cpu_page_budget(config, page, model), _pages_of(config, model, context) + 1
     else:
-        tokens = (int(CPU_KV_BYTES * config.memory_share) // page - 1) * size
+        affordable = int(CPU_KV_BYTES * config.memory_share) // page
+        tokens = room_of(config, model, affordable).tokens
         shorter = replace(config, max_model_len=max(2, min(context, tokens)))
-        full = cpu_page_budget(shorter, page)
-        least = min(full, -(-min(context, LEAST_TOKENS) // size) + 1)
+        full = cpu_page_budget(shorter, page, model)
+        least = min(full, _pages_of(config, model, min(context, LEAST_TOKENS)) + 1)
     halves = (full >> halving for halving in range(full.bit_length()))
     parts = (half * eighths // 8 for half in halves for eighths in _EIGHTHS)
     fitting = (pages for pages in parts if least <= pages and pages * page <= room)
     return PageCounts(next(fitting, least), full, least)
 
 
-def cpu_page_budget(config: EngineConfig, page_bytes: int) -> int:
+def room_of(config: EngineConfig, model: ModelConfig, num_pages: int) -> CacheRoom:
+    """Return what a cache of `num_pages` pages, the null page included, holds.
+
+    Args:
+        config: resolved settings.
+        model: configuration of the model.
+        num_pages: pages of the KV cache.
+    """
+    step = config.max_num_batched_tokens or 1
+    chunk = config.long_prefill_token_threshold or step
+    return CacheRoom(pool_kinds(model), num_pages - 1, config.block_size, chunk, step)
+
+
+def _pages_of(config: EngineConfig, model: ModelConfig, length: int) -> int:
+    """Return the most pages of one sequence of `length` tokens."""
+    room = room_of(config, model, 1)
+    if len(room.kinds) == 1:
+        return -(-length // room.block_size)
+    return most_pages(room.kinds, length, room.block_size, room.chunk)
+
+
+def cpu_page_budget(config: EngineConfig, page_bytes: int, model: ModelConfig) -> int:
     """Return the number of pages of KV cache on a CPU with ample memory, the null page included.
 
     kv_cache_memory_bytes determines it if set. The default is 1 GiB, but at most the pages that all
@@ -220,16 +247,17 @@ def cpu_page_budget(config: EngineConfig, page_bytes: int) -> int:
 
     Args:
         config: resolved settings.
-        page_bytes: bytes of a page in all layers.
+        page_bytes: bytes of a page, in all layers of a group.
+        model: configuration of the model.
     """
     assert config.max_num_seqs and config.max_model_len
     if config.kv_cache_memory_bytes is not None:
         return int(config.kv_cache_memory_bytes * config.memory_share) // page_bytes
-    pages_a_sequence = -(-config.max_model_len // config.block_size)
+    parts, blocks = model.page_layout.parts, -(-config.max_model_len // config.block_size)
     times = 2 if config.enable_prefix_caching else 1
-    useful = times * config.max_num_seqs * (pages_a_sequence + 1) + 1
+    useful = times * config.max_num_seqs * (blocks + 1) * parts + 1
     affordable = int(CPU_KV_BYTES * config.memory_share) // page_bytes
-    return max(min(affordable, useful), pages_a_sequence + 1)
+    return max(min(affordable, useful), _pages_of(config, model, config.max_model_len) + 1)
 
 
 def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_pages: int) -> int:
@@ -241,10 +269,4 @@ def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_pages:
         num_pages: pages of the KV cache, the null page included.
     """
     assert config.max_model_len is not None
-    return longest_held(
-        num_pages - 1,
-        config.block_size,
-        model_config.layers.window,
-        config.long_prefill_token_threshold or config.max_num_batched_tokens or 1,
-        config.max_model_len,
-    )
+    return room_of(config, model_config, num_pages).longest(config.max_model_len)

@@ -116,7 +116,7 @@ def _fitting_cache(config: EngineConfig, plan: StartPlan) -> str | None:
         room = plan.with_snapshots(0).room
         room = min(room - plan.state_bytes, room * 10 // 11)
     pages = room // plan.page_bytes
-    tokens = (pages - 1) * plan.block_size
+    tokens = plan.with_pages(pages).held.tokens
     if tokens < min(LEAST_TOKENS, plan.max_model_len):
         return None
     if config.num_gpu_blocks_override is not None:

@@ -25,7 +25,8 @@ from jaxserve.models import ModelConfig
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import DeviceMemory
 from jaxserve.start.plan.bucket_plan import buckets_of, needs_logits
-from jaxserve.start.plan.memory import SLACK, Sizes, count_pages
+from jaxserve.start.plan.cache_kinds import CacheKind, CacheRoom, cache_kinds
+from jaxserve.start.plan.memory import SLACK, Sizes, count_pages, room_of
 from jaxserve.start.plan.model_shapes import ModelShapes
 from jaxserve.start.plan.weights import read_bytes
 
@@ -112,8 +113,23 @@ class StartPlan:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of the KV cache in all layers, on each device."""
+        """Bytes of one page of the KV cache on each device, in all layers of a group."""
         return self.pages.bytes_per_unit
+
+    @property
+    def page_kinds(self) -> tuple[CacheKind, ...]:
+        """The kinds of cache pages, the one with the widest window first."""
+        return cache_kinds(self.model_config, self.page_bytes, self.block_size)
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of a token in the KV cache on each device, in all layers."""
+        return sum(kind.token_bytes for kind in self.page_kinds)
+
+    @property
+    def held(self) -> CacheRoom:
+        """The sequences that the pages of the KV cache hold."""
+        return room_of(self.config, self.model_config, self.num_pages)
 
     @property
     def weight_bytes(self) -> int:
@@ -243,7 +259,7 @@ class StartPlan:
     @property
     def state_tokens(self) -> int:
         """Tokens whose cache pages take as many bytes as the states of one sequence, rounded."""
-        return round(self.state_bytes * self.block_size / self.page_bytes)
+        return round(self.state_bytes / self.token_bytes)
 
     @property
     def num_snapshots(self) -> int | None:
@@ -333,8 +349,8 @@ class StartPlan:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the KV cache holds, without the null page. 0 if the engine does not start."""
-        return (self.num_pages - 1) * self.block_size if self.starts else 0
+        """Tokens of one long sequence in the KV cache. 0 if the engine does not start."""
+        return self.held.tokens if self.starts else 0
 
     @property
     def longest(self) -> int:
@@ -344,7 +360,7 @@ class StartPlan:
     @property
     def sequences(self) -> int:
         """Number of sequences of `longest` tokens that run at once."""
-        return min(self.max_num_seqs, self.cache_tokens // max(1, self.longest))
+        return min(self.max_num_seqs, self.held.sequences(self.longest)) if self.starts else 0
 
     @property
     def read_bytes(self) -> int:

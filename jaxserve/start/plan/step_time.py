@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import mul
 from types import MappingProxyType
 
 from jaxserve.models.shards import group_of, local_kv_heads
@@ -124,12 +125,12 @@ class StepTimes:
     def decode(self, rows: int, context: int) -> StepTime:
         """Predict the time of a decode step of `rows` sequences that have `context` tokens each.
 
-        Every layer with attention is assumed to read the whole context, also a layer with a window.
-        States are read and written.
+        A layer with a window reads at most its window. States are read and written.
         """
         each, drawn = self.weights.multiplied
-        work = rows * (2 * (each + drawn) + self._attention * context)
-        moved = rows * (context * self.token_bytes + 2 * self.state_bytes)
+        seen = self._seen(context)
+        work = rows * (2 * (each + drawn) + self._attention * seen)
+        moved = rows * (seen * self.token_bytes + 2 * self.state_bytes)
         return self._time(rows, self.weights.read(self.form, rows) + moved, work)
 
     def prefill(self, tokens: int) -> StepTime:
@@ -151,6 +152,15 @@ class StepTimes:
             size = tokens * context * group_of(config) * (config.head_dim + 2) * _SUMMED
             sums += 2 * config.num_page_layers * sum_seconds(context, size / 2, self.card)
         return StepTime(tokens, read / self.bandwidth, work / _FLOPS[self.card], sums)
+
+    def _seen(self, context: int) -> float:
+        """Return the positions that a token attends to, on average over numbers in the cache."""
+        kinds = self.weights.config.page_layout.kinds
+        sizes = [
+            len(kind.layers) * kind.heads * (kind.key_size + kind.value_size) for kind in kinds
+        ]
+        seen = [context if kind.window is None else min(context, kind.window) for kind in kinds]
+        return sum(map(mul, sizes, seen)) / max(1, sum(sizes))
 
     @property
     def _attention(self) -> float:

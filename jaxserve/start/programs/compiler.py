@@ -56,6 +56,7 @@ from jaxserve.models.linear import accumulator
 from jaxserve.models.shards import padded_vocab
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.start.plan.cache_kinds import pool_kinds
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.programs.described_card import DescribedCard
 from pallas_kernels.devices import target_device
@@ -103,8 +104,11 @@ class Compiler:
             plan.max_num_seqs,
             plan.max_model_len,
             plan.block_size,
+            pool_kinds(plan.model_config),
             keeps_states=self._keeps_states,
         )
+        layout = plan.model_config.page_layout
+        self._layout = layout if len(layout.kinds) > 1 else None
 
     def null_batch(self, bucket: Bucket) -> Int32[np.ndarray, " N"]:
         """Return a packed batch (see `pack`) without rows. It changes no page and slot in use."""
@@ -123,7 +127,7 @@ class Compiler:
     def make_state(self) -> DeviceState:
         """Create the device state of the plan: zeros in KV cache, tables and sampler state."""
         plan = self.plan
-        return make_state(plan.model_config, plan.memory, self._null_slots.max_pages)
+        return make_state(plan.model_config, plan.memory, self._null_slots.num_columns)
 
     def state_shapes(self) -> DeviceState:
         """Return the device state as ShapeDtypeStructs, sharded if there are several devices."""
@@ -195,12 +199,13 @@ class Compiler:
         if bucket.num_steps == 1:
             step = partial(model_step, decode_only=bucket.decode_only)
         options: Any = {"greedy": bucket.greedy, "implementation": self._implementation}
-        options["keeps_logits"] = bucket.keeps_logits
+        options |= {"keeps_logits": bucket.keeps_logits, "layout": self._layout}
+        shape = bucket.num_tokens, bucket.num_rows, self._keeps_states, self._null_slots.num_parts
 
         def run(
             leaves: list[Array], state: DeviceState, words: Int32[Array, " N"]
         ) -> tuple[DeviceState, StepOutput]:
-            batch = unpack(words, bucket.num_tokens, bucket.num_rows, self._keeps_states)
+            batch = unpack(words, *shape)
             with self._precision:
                 return step(*self._model, leaves, state, batch, **options)
 
@@ -228,13 +233,13 @@ class Compiler:
 
     def _lower_score(self) -> Lowered:
         """Lower the program that computes log-probabilities of prompts after the largest launch."""
-        bucket = self.plan.buckets.largest
+        bucket, slots = self.plan.buckets.largest, self._null_slots
+        shape = bucket.num_tokens, bucket.num_rows, self._keeps_states, slots.num_parts
 
         def run(
             leaves: list[Array], output: StepOutput, words: Int32[Array, " N"]
         ) -> DeviceLogprobs:
-            batch = unpack(words, bucket.num_tokens, bucket.num_rows, self._keeps_states)
-            slots = self._null_slots
+            batch = unpack(words, *shape)
             return score_positions(
                 *self._model,
                 leaves,
