@@ -74,6 +74,36 @@ def fitted(take: np.ndarray, total: int, sizes: np.ndarray) -> TokenShares:
     return take, total
 
 
+def shortened(
+    table: SlotTable, running: np.ndarray, take: np.ndarray, blocks: int
+) -> TokenShares | None:
+    """Shorten prompt chunks, the last rows first, so that a step needs at most `blocks` new blocks.
+
+    Args:
+        table: the slot table.
+        running: intp[R], the slots of all running rows.
+        take: int32[R], the tokens that each row computes. The array is not changed.
+        blocks: number of free blocks of each kind of pages.
+
+    Returns:
+        The tokens of each row, int32[R], and their sum. None if the blocks do not suffice for one
+        token of each row that `take` has tokens for.
+    """
+    size = table.page_size
+    room = table.num_pages[running] * size - table.num_computed[running]
+    needs_block = np.minimum(take, 1) > room
+    blocks -= int(np.count_nonzero(needs_block))
+    if blocks < 0:
+        return None
+    room += needs_block * size
+    take = take.copy()
+    for row in (take > room).nonzero()[0].tolist():
+        more = min(-(-int(take[row] - room[row]) // size), blocks)
+        take[row] = min(int(take[row]), int(room[row]) + more * size)
+        blocks -= more
+    return take, int(take.sum())
+
+
 def awaits_token(table: SlotTable, slots: np.ndarray) -> np.ndarray:
     """Return bool[n]: whether a slot is guided by a grammar and its newest token is not read."""
     return table.is_guided[slots] & (table.length[slots] > table.num_known[slots])

@@ -45,11 +45,11 @@ class PoolKind:
             return 0
         return np.maximum(computed - self.window + 1, 0) // page_size
 
-    def most_blocks(self, length: int, page_size: int, ahead: int) -> int:
+    def most_blocks(self, length: Any, page_size: int, ahead: int) -> Any:
         """Return the most blocks that a sequence of `length` tokens holds at once.
 
         Args:
-            length: number of tokens of the sequence.
+            length: number of tokens of the sequence, or an array of such numbers.
             page_size: number of tokens of a block.
             ahead: number of tokens that may be allocated or computed beyond the window, before
                 blocks outside the window are freed.
@@ -57,7 +57,8 @@ class PoolKind:
         blocks = -(-length // page_size)
         if self.window is None:
             return blocks
-        return min(blocks, -(-(self.window + ahead) // page_size) + 1)
+        most = -(-(self.window + ahead) // page_size) + 1
+        return min(blocks, most) if isinstance(blocks, int) else np.minimum(blocks, most)
 
 
 ONE_KIND = (PoolKind(),)

@@ -7,12 +7,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxserve.scheduling.eviction_queue import EvictionQueue
 from jaxserve.scheduling.page_index import Change, ClearedPages, PageIndex, RemovedPages
 from jaxserve.scheduling.page_kinds import ONE_KIND, PoolKind
 
 NULL_PAGE = 0
 NO_PAGES = np.zeros(0, np.int32)
-_NOWHERE = -1
 # The keys of a kind's blocks are the keys of the tokens, modified by the number of the kind.
 _SALT = 0x9E3779B97F4A7C15
 
@@ -102,11 +102,8 @@ class PagePool:
         # A stack whose top is its end. Low page ids are allocated first.
         self._blank = np.arange(self.num_pages - 1, 0, -1)
         self._num_blank = self.num_pages - 1
-        # Free cached blocks are in `_queue[_head:_tail]`, in the order of eviction. An entry is
-        # valid only if `_place_of[block]` is its position. Changing that removes a block.
-        self._queue = np.zeros(2 * self.num_pages, np.intp)
-        self._place_of = np.full(self.num_pages, _NOWHERE, np.int64)
-        self._head = self._tail = 0
+        # Free cached blocks. Those in `_spare`, which outlived a window, are evicted first.
+        self._queue, self._spare = EvictionQueue(self.num_pages), EvictionQueue(self.num_pages)
         self._num_evictable = 0  # pages of these blocks
         self.num_changes += 1
         self._tell_cleared()
@@ -145,12 +142,7 @@ class PagePool:
         # One in 64 of the remaining evictable pages is evicted too, as a call costs more than a
         # page.
         count += (self._num_evictable - count) // 64
-        blocks = self._next_evictable(-(-count // self._most_of_block))
-        size = self._size(blocks)
-        while size < count:
-            more = self._next_evictable(-(-(count - size) // self._most_of_block))
-            blocks, size = np.concatenate([blocks, more]), size + self._size(more)
-        self._place_of[blocks] = _NOWHERE
+        blocks, size = self._next_evictable(count)
         self._num_evictable -= size
         if self.on_change is not None:
             first = blocks if self._is_plain else blocks[self._kind_of[blocks] == 0]
@@ -178,34 +170,23 @@ class PagePool:
             return len(blocks)
         return int(self._counts[self._kind_of[blocks]].sum())
 
-    def _next_evictable(self, count: int) -> np.ndarray:
-        parts: list[np.ndarray] = []
-        while count:
-            end = min(self._head + count, self._tail)
-            entries = self._queue[self._head : end]
-            valid = entries[self._place_of[entries] == np.arange(self._head, end)]
-            self._head = end
-            parts.append(valid)
-            count -= len(valid)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def _next_evictable(self, count: int) -> tuple[np.ndarray, int]:
+        """Remove blocks with `count` pages or more from the queues. Return them and their pages."""
+        blocks, size = NO_PAGES, 0
+        for queue in (self._spare, self._queue):
+            while size < count and len(
+                more := queue.pop(-(-(count - size) // self._most_of_block))
+            ):
+                blocks, size = np.concatenate([blocks, more]), size + self._size(more)
+        return blocks, size
 
-    def _make_evictable(self, pages: np.ndarray) -> None:
-        if self._tail + len(pages) > len(self._queue):
-            entries = self._queue[self._head : self._tail]
-            valid_pages = entries[self._place_of[entries] == np.arange(self._head, self._tail)]
-            self._queue[: len(valid_pages)] = valid_pages
-            self._place_of[valid_pages] = np.arange(len(valid_pages))
-            self._head, self._tail = 0, len(valid_pages)
-        end = self._tail + len(pages)
-        self._queue[self._tail : end] = pages
-        self._place_of[pages] = np.arange(self._tail, end)
-        self._tail = end
-        self._num_evictable += self._size(pages)
+    def _make_evictable(self, blocks: np.ndarray, is_spare: bool = False) -> None:
+        (self._spare if is_spare else self._queue).push(blocks)
+        self._num_evictable += self._size(blocks)
 
     def _evictable(self) -> np.ndarray:
         # In the order of eviction.
-        entries = self._queue[self._head : self._tail]
-        return entries[self._place_of[entries] == np.arange(self._head, self._tail)]
+        return np.concatenate([self._spare.blocks(), self._queue.blocks()])
 
     def match(self, keys: np.ndarray) -> np.ndarray:
         """Return the cached pages of the longest known prefix of page keys, intp[m] with m <= n.
@@ -253,6 +234,17 @@ class PagePool:
             return int(np.count_nonzero(self.ref_count[blocks] == 0))
         return self._size(blocks[self.ref_count[blocks] == 0])
 
+    def touch(self, blocks: np.ndarray) -> None:
+        """Let cached blocks that no sequence holds be evicted last, in the given order.
+
+        Args:
+            blocks: different blocks of any kinds. Others, and those that outlived a window, are
+                ignored.
+        """
+        blocks = blocks[self._queue.holds(blocks)]
+        self._queue.remove(blocks)
+        self._queue.push(blocks)
+
     def cached(self, kind: int = 0) -> np.ndarray:
         """Return all cached blocks of a kind, ascending."""
         blocks = self.index.pages()
@@ -267,16 +259,19 @@ class PagePool:
         if not len(pages):
             return
         self._num_evictable -= self.num_evictable(pages)
-        self._place_of[pages] = _NOWHERE
+        self._queue.remove(pages)
+        self._spare.remove(pages)
         self.ref_count[pages] += 1
 
-    def release(self, *pages_of: np.ndarray) -> None:
+    def release(self, *pages_of: np.ndarray, is_spare: bool = False) -> None:
         """Decrement the reference counts of the pages of sequences. Pages at zero become free.
 
         The last page of a sequence is evicted first, because a prefix is more useful than its tail.
 
         Args:
             pages_of: for each sequence its pages, in the order of its tokens.
+            is_spare: whether the pages are evicted before others. This is for pages outside a
+                window, which are of use only for a prefix that ends there.
         """
         # Reversed below. NumPy is much faster with indices of type intp.
         pages = np.concatenate(pages_of[::-1], dtype=np.intp)
@@ -285,7 +280,7 @@ class PagePool:
         if np.count_nonzero(counts):  # few pages are shared
             if len(pages_of) > 1:  # two sequences may share a page
                 for pages_of_one in pages_of:
-                    self.release(pages_of_one)
+                    self.release(pages_of_one, is_spare=is_spare)
                 return
             idle = pages[counts == 0]
         self.ref_count[pages] = counts
@@ -297,7 +292,7 @@ class PagePool:
             self._add_blank(idle)
             return
         self._add_blank(idle[~cached])
-        self._make_evictable(idle[cached][::-1])
+        self._make_evictable(idle[cached][::-1], is_spare)
 
     def publish(self, pages: np.ndarray, keys: np.ndarray, kind: int = 0) -> np.ndarray:
         """Add full, computed blocks to the prefix cache, and return the added ones, intp[m].
@@ -318,8 +313,9 @@ class PagePool:
         """Remove all keys from the prefix cache. Pages that sequences hold stay allocated."""
         pages = self._evictable()
         self._add_blank(pages)
-        self._place_of[pages] = _NOWHERE
-        self._head = self._tail = self._num_evictable = 0
+        self._queue.clear()
+        self._spare.clear()
+        self._num_evictable = 0
         self.index.clear()
         self.is_cached[:] = False
         self.num_changes += 1

@@ -28,6 +28,11 @@ from jaxserve.scheduling.slot_table import SlotTable, flat_ranges
 from jaxserve.scheduling.snapshots import StateSaver
 from jaxserve.scheduling.waiting import WaitingQueue
 
+# At most this part of the pool is reserved for chunks of prompts: one in 32 pages.
+RESERVE_DIVISOR = 32
+# Blocks of its next tokens that are reserved for a row in layers without a window, if others have
+# one.
+NEXT_BLOCKS = 8
 NO_KEYS = np.zeros((0, WORDS), np.uint64)
 
 
@@ -81,6 +86,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
+        # The number of blocks of each slot's prompt that were in the cache, for one kind at least.
+        self._branch = np.zeros(slots.num_slots + 1, np.int32)
         # Slots in rank order, best first: the head is never preempted, the last is first.
         self._running = np.zeros(0, np.intp)
 
@@ -259,6 +266,11 @@ class Scheduler:
             running = self._running
             if self._grow(running, self.slots.num_computed[running] + take):
                 return take, total, preempted
+            if self._windowed:  # a shorter chunk leaves its window sooner
+                blocks = self.pool.num_free // self.slots.num_parts
+                shares = budgets.shortened(self.slots, running, take, blocks)
+                if shares and self._grow(running, self.slots.num_computed[running] + shares[0]):
+                    return *shares, preempted
             self._preempt(int(running[-1]))
             preempted = True
 
@@ -316,13 +328,15 @@ class Scheduler:
             matched = self._cached_prefix(sequence)
             num_hits = self._usable(matched)
             hits, num_known = matched.first(num_hits), len(sequence.token_ids)
-            if not self._fits(num_known, hits, num_running):
+            room = self._first_chunk(num_known, hits, slots)
+            if not room:
                 sequence.blocked_at = self.pool.num_changes
                 break
             self.waiting.pop()
             cached = num_hits * self.pool.page_size
-            count = min(num_known - cached, budget, self.max_row_tokens)
+            count = min(num_known - cached, budget, self.max_row_tokens, room)
             slot = self._place(sequence, hits, cached, cached + count)
+            self._branch[slot] = len(matched.blocks[0])
             if self.states is not None:
                 self.states.begin(slot, hits[0], len(matched.blocks[0]))
             slots.append(slot)
@@ -338,35 +352,54 @@ class Scheduler:
             self._running, take = self._running[order], take[order]
         return take, total + sum(counts)
 
-    def _fits(self, num_known: int, hits: list[np.ndarray], num_running: int) -> bool:
-        # One block of each kind is reserved for each running row. Without this reserve a sequence
-        # would be preempted a few steps after its admission. If no row runs, all pages are free,
-        # and `add` has checked that the sequence fits.
-        if num_running == 0:
-            return True
-        table, size, free = self.slots, self.pool.page_size, self.pool.num_free
-        needed = steady_pages(table.kinds, num_known, size)
-        cached = len(hits[0]) * size
-        for kind, blocks in zip(table.kinds, hits if cached else (), strict=False):
-            blocks = blocks[kind.num_outside(cached, size) :]
-            needed -= len(blocks) * kind.num_pages
-            free -= self.pool.num_evictable(blocks)
-        return needed + num_running * table.num_parts + self._chunk_pages(num_known) <= free
-
-    def _chunk_pages(self, num_known: int) -> int:
-        """Return the pages that blocks outside the windows may take until two steps are read.
+    def _first_chunk(self, num_known: int, hits: list[np.ndarray], slots: list[int]) -> int:
+        """Return the most tokens of a waiting sequence's first chunk, or 0 if it must wait.
 
         Args:
-            num_known: number of tokens of a sequence beside those that run.
+            num_known: number of tokens of the sequence.
+            hits: for each kind its cached blocks.
+            slots: the slots that have been assigned in this step.
         """
-        if not self._windowed:
-            return 0
-        table, running = self.slots, self._running
-        lengths = table.length[running]
+        table, size, free = self.slots, self.pool.page_size, self.pool.num_free
+        needed = steady_pages(table.kinds, num_known, size)
+        if cached := len(hits[0]) * size:
+            for kind, blocks in zip(table.kinds, hits, strict=True):
+                blocks = blocks[kind.num_outside(cached, size) :]
+                needed -= len(blocks) * kind.num_pages
+                free -= self.pool.num_evictable(blocks)
+        num_running = self.num_running + len(slots)
+        if self._windowed:
+            needed += self._reserve(num_known, np.array([*self._running, *slots], np.intp))
+        else:
+            needed += num_running * table.num_parts
+        # If no row runs, all pages are free, and `add` has checked that the sequence fits.
+        return free // table.num_parts * size if needed <= free or num_running == 0 else 0
+
+    def _reserve(self, num_known: int, running: np.ndarray) -> int:
+        """Return the free pages that running rows will need, if layers have windows.
+
+        These are the pages that prompts lack, those of the next tokens of each row, and blocks
+        outside the windows until two steps are read. If the last ones do not suffice, chunks become
+        shorter.
+
+        Args:
+            num_known: number of tokens of a waiting sequence.
+            running: the slots of running rows.
+        """
+        table, size = self.slots, self.pool.page_size
+        lengths, counts = table.length[running], table.num_pages[running]
+        pages = 0
+        for number, kind in enumerate(table.kinds):
+            more = size * (NEXT_BLOCKS if kind.window is None else 1)
+            ends = np.minimum(lengths + more, table.stop_length[running])
+            blocks = counts - table.first_pages[number, running]
+            lacking = np.maximum(kind.most_blocks(ends, size, size) - blocks, 0)
+            pages += int(lacking.sum()) * kind.num_pages
         tokens = num_known + int((lengths - table.num_computed[running]).sum())
         tokens = min(tokens, 2 * self.max_num_batched_tokens)
         longest = max(num_known, int(lengths.max(initial=0)))
-        return chunk_pages(table.kinds, longest, tokens, self.pool.page_size)
+        reserve = chunk_pages(table.kinds, longest, tokens, size)
+        return pages + min(reserve, self.pool.num_usable // RESERVE_DIVISOR)
 
     def _place(self, sequence: Sequence, hits: list[np.ndarray], cached: int, end: int) -> int:
         """Give a waiting sequence a slot, with pages for its tokens before `end`. Return the slot.
@@ -476,7 +509,26 @@ class Scheduler:
         self.publisher.publish(slots)
         if self.states is not None:
             self.states.settle(slots.tolist())
-        self.pool.release(*table.drop_pages(slots, outside, kind))
+        first = table.first_pages[kind, slots]
+        blocks = table.drop_pages(slots, outside, kind)
+        if len(table.kinds) == 1:
+            self.pool.release(*blocks)
+            return
+        for slot, start, own in zip(slots.tolist(), first.tolist(), blocks, strict=True):
+            is_end = self._ends_prefix(slot, kind, np.arange(start, start + len(own)))
+            self.pool.release(own[is_end])
+            self.pool.release(own[~is_end], is_spare=True)
+
+    def _ends_prefix(self, slot: int, kind: int, nth: np.ndarray) -> np.ndarray:
+        """Return whether blocks are in the window before a position where prompts part.
+
+        These positions are the end of the prompt, and the end of the prefix that was in the cache.
+        """
+        size, window = self.pool.page_size, self.slots.kinds[kind].window
+        assert window is not None
+        last = np.array([int(self.slots.num_prompt[slot]) // size, int(self._branch[slot])])
+        ahead = last - nth[:, None]
+        return ((ahead > 0) & (ahead <= -(-2 * window // size))).any(axis=1)
 
     def _vacate(self, slots: list[int], published: bool = False) -> None:
         # published: whether the full pages of the slots have been published already.
@@ -485,7 +537,21 @@ class Scheduler:
         if self.states is not None:
             self.states.end(slots)
         self.pool.release(*self.slots.release(slots))
+        if len(self.slots.kinds) > 1 and self.enable_prefix_caching:
+            self._requeue(slots)
         self._running = self._running[self.slots.generation[self._running] > 0]
+
+    def _requeue(self, slots: list[int]) -> None:
+        """Let the blocks of released slots be evicted position by position, the last one first.
+
+        Blocks that were given back while the sequence ran would be evicted first otherwise, and a
+        prefix is of use only with the blocks of all kinds.
+        """
+        table = self.slots
+        for slot in slots:
+            keys = table.page_keys[slot, : table.num_published[slot]]
+            kinds = [self.pool.find(keys, kind) for kind in range(len(table.kinds))]
+            self.pool.touch(np.array(kinds).T[::-1].ravel())
 
     def check(self) -> None:
         """Check all invariants of the scheduler's pages, slots and counters.

@@ -147,7 +147,7 @@ def _hit_rate(
     if policy is not None:
         saver = policy(simulation.pool, simulation.slots, setting.num_snapshots or 0)
         simulation.scheduler.states = saver
-        for name in ("begin", "plan", "settle", "end", "usable"):
+        for name in ("begin", "plan", "settle", "end"):
             setattr(saver, name, _timed(getattr(saver, name), name == "plan", spent))
     outcome = simulation.run(jobs, users=setting.max_num_seqs)
     simulation.scheduler.check()

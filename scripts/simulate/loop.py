@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxserve.execution.buckets import BucketSet
 from jaxserve.scheduling.budget import LaunchLength
+from jaxserve.scheduling.page_kinds import ONE_KIND, PoolKind
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
@@ -27,6 +28,7 @@ class Setting:
 
     `max_steps` is the most decode steps of one launch that programs were compiled for.
     `num_snapshots` is the number of states of prefixes, or None for a model without states.
+    `kinds` are the kinds of cache pages of the model.
     """
 
     max_num_seqs: int
@@ -42,6 +44,7 @@ class Setting:
     decode_sizes: tuple[int, ...] | None = None
     token_sizes: tuple[int, ...] | None = None
     num_snapshots: int | None = None
+    kinds: tuple[PoolKind, ...] = ONE_KIND
 
 
 @dataclass
@@ -160,8 +163,10 @@ class Simulation:
     def __init__(self, setting: Setting, times: StepTimes, seed: int = 0) -> None:
         self.setting, self.times = setting, times
         self._rng = np.random.default_rng(seed)
-        self.pool = PagePool(setting.num_pages, setting.block_size)
-        self.slots = SlotTable(setting.max_num_seqs, setting.max_model_len, setting.block_size)
+        self.pool = PagePool(setting.num_pages, setting.block_size, setting.kinds)
+        self.slots = SlotTable(
+            setting.max_num_seqs, setting.max_model_len, setting.block_size, setting.kinds
+        )
         self.scheduler = Scheduler(
             self.pool,
             self.slots,

@@ -341,13 +341,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = [sequence for sequence in self.live if sequence.slot == NO_SLOT]
         spent = 0 if plan is None else plan.total_tokens
         if waiting and self.slots.num_free and spent < self.setup.budget:
-            tokens = len(min(waiting, key=self._rank).token_ids)
-            needed = -(-tokens // self.setup.page_size) + self.scheduler.num_running
+            first = min(waiting, key=self._rank)
+            if any(kind.window for kind in self.setup.kinds):
+                needed = sum(map(self._most_pages, [first, *self.scheduler.running_sequences()]))
+                # Blocks that chunks take outside the windows until two steps are read.
+                chunks = -(-2 * self.setup.budget // self.setup.page_size)
+                needed += sum(chunks * kind.num_pages for kind in self.setup.kinds if kind.window)
+                assert needed > self.pool.num_usable, "the next sequence waits for nothing"
+                return
+            needed = -(-len(first.token_ids) // self.setup.page_size) + self.scheduler.num_running
             needed *= self.slots.num_parts
-            # Pages that chunks take outside the windows until two steps are read.
-            chunks = -(-2 * self.setup.budget // self.setup.page_size)
-            needed += sum(chunks * kind.num_pages for kind in self.setup.kinds if kind.window)
             assert needed > self.pool.num_free, "the next sequence waits for nothing"
+
+    def _most_pages(self, sequence: Sequence) -> int:
+        """Return the pages of a sequence with its last token and one more block of each kind."""
+        blocks = -(-sequence.request.max_length // self.setup.page_size) + 1
+        return blocks * self.slots.num_parts
 
     def _last_in_flight(self, sequence: Sequence) -> bool:
         """Return whether the step in flight draws the last token that its length allows."""

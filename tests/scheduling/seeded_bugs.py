@@ -138,14 +138,14 @@ SCHEDULE_BUGS = (
     Bug(
         "admission ignores the budget",
         SCHEDULER,
-        "count = min(num_known - cached, budget, self.max_row_tokens)",
-        "count = min(num_known - cached, self.max_row_tokens)",
+        "count = min(num_known - cached, budget, self.max_row_tokens, room)",
+        "count = min(num_known - cached, self.max_row_tokens, room)",
     ),
     Bug(
         "admission ignores the threshold",
         SCHEDULER,
-        "count = min(num_known - cached, budget, self.max_row_tokens)",
-        "count = min(num_known - cached, budget)",
+        "count = min(num_known - cached, budget, self.max_row_tokens, room)",
+        "count = min(num_known - cached, budget, room)",
     ),
     Bug(
         "a long prompt takes the whole budget",
@@ -174,13 +174,13 @@ SCHEDULE_BUGS = (
     Bug(
         "admission counts hits as free pages",
         SCHEDULER,
-        "            free -= self.pool.num_evictable(blocks)\n",
+        "                free -= self.pool.num_evictable(blocks)\n",
         "",
     ),
     Bug(
         "admission does not look at free pages",
         SCHEDULER,
-        "return needed + num_running * table.num_parts + self._chunk_pages(num_known) <= free",
+        "free // table.num_parts * size if needed <= free or num_running == 0 else 0",
         "return True",
     ),
     Bug(

@@ -26,6 +26,7 @@ class Bug(NamedTuple):
 
 
 POOL = "jaxserve/scheduling/page_pool.py"
+QUEUE = "jaxserve/scheduling/eviction_queue.py"
 INDEX = "jaxserve/scheduling/page_index.py"
 KEYS = "jaxserve/scheduling/page_keys.py"
 SCHEDULER = "jaxserve/scheduling/scheduler.py"
@@ -140,8 +141,8 @@ POOL_BUGS = (
     Bug(
         "a hit stays evictable",
         POOL,
-        "self._place_of[pages] = _NOWHERE\n        self.ref_count[pages] += 1",
-        "self.ref_count[pages] += 1",
+        "        self._queue.remove(pages)\n        self._spare.remove(pages)\n",
+        "",
     ),
     Bug(
         "hits still count as evictable",
@@ -151,8 +152,8 @@ POOL_BUGS = (
     ),
     Bug(
         "the queue keeps old places when it is tidied",
-        POOL,
-        "            self._place_of[valid_pages] = np.arange(len(valid_pages))\n",
+        QUEUE,
+        "            self._place_of[valid_blocks] = np.arange(len(valid_blocks))\n",
         "",
     ),
     Bug(
@@ -250,19 +251,19 @@ POOL_BUGS = (
     Bug(
         "the head of a prefix is evicted first",
         POOL,
-        "self._make_evictable(idle[cached][::-1])",
-        "self._make_evictable(idle[cached])",
+        "self._make_evictable(idle[cached][::-1], is_spare)",
+        "self._make_evictable(idle[cached], is_spare)",
         only_slow=True,
     ),
     Bug(
         "released pages go ahead of those that wait",
         POOL,
-        "        self._num_evictable += self._size(pages)\n",
-        "        self._num_evictable += self._size(pages)\n"
-        "        entries = self._evictable()[::-1]\n"
-        "        self._tail = self._head + len(entries)\n"
-        "        self._queue[self._head : self._tail] = entries\n"
-        "        self._place_of[entries] = np.arange(self._head, self._tail)\n",
+        "        (self._spare if is_spare else self._queue).push(blocks)\n",
+        "        queue = self._spare if is_spare else self._queue\n"
+        "        later = queue.blocks()\n"
+        "        queue.clear()\n"
+        "        queue.push(blocks)\n"
+        "        queue.push(later)\n",
         only_slow=True,
     ),
 )
