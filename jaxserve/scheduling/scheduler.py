@@ -79,6 +79,7 @@ class Scheduler:
         self.max_row_tokens = long_prefill_token_threshold or max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.max_running = slots.num_slots
+        self.reserve_divisor = RESERVE_DIVISOR
         self._no_prefix = pool.prefix(NO_KEYS)
         # Padded sizes of steps, ascending. Chunks are shortened to fill them. Empty: no limit.
         self.token_sizes = np.zeros(0, np.int64)
@@ -399,7 +400,7 @@ class Scheduler:
         tokens = min(tokens, 2 * self.max_num_batched_tokens)
         longest = max(num_known, int(lengths.max(initial=0)))
         reserve = chunk_pages(table.kinds, longest, tokens, size)
-        return pages + min(reserve, self.pool.num_usable // RESERVE_DIVISOR)
+        return pages + min(reserve, self.pool.num_usable // self.reserve_divisor)
 
     def _place(self, sequence: Sequence, hits: list[np.ndarray], cached: int, end: int) -> int:
         """Give a waiting sequence a slot, with pages for its tokens before `end`. Return the slot.
