@@ -13,11 +13,14 @@ from tests.machine_code.greatest_cases import GreatestCase, PlacedGreatestCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import RopeKvWriteCase, SmallHeadsCase
+from tests.machine_code.state_cases import StateChunkCase
+from tests.machine_code.state_step_cases import KINDS, StateStepCase
 
 # Positions that kernels take at a time. Pages larger than this are taken in parts.
 BLOCK = 64
 # Factor of scores that overflow if a maximum is not one.
 LOUD = 60.0
+FIRST_TOKENS = 8
 
 
 def more_inputs(case: Case) -> list[Case]:
@@ -30,6 +33,10 @@ def more_inputs(case: Case) -> list[Case]:
         found = [
             PlacedGreatestCase(case.name, case.rows, case.columns, seed) for seed in range(101, 125)
         ]
+    elif isinstance(case, StateChunkCase):
+        found = [other_chunks(case, seed) for seed in range(101, 111)]
+    elif isinstance(case, StateStepCase):
+        found = [other_steps(case, seed) for seed in range(101, 109)]
     else:
         # The numbers of a norm are large or small row by row.
         is_norm_of_one = isinstance(case, AddNormCase) and case.width == 1
@@ -129,3 +136,30 @@ def deal(case: AttentionCase, seed: int, fills_last: bool) -> tuple[int, ...]:
     if fills_last:
         lengths[-1] = int(pages[-1]) * size
     return tuple(lengths)
+
+
+def other_chunks(case: StateChunkCase, seed: int) -> StateChunkCase:
+    """Deal the tokens of a step out anew, to rows of other kinds and with other borders.
+
+    Half of the borders are among the first tokens, whose convolution needs the state.
+    """
+    rng, count = np.random.default_rng(seed), len(case.lengths)
+    total = sum(case.lengths) + case.last
+    cuts = np.sort(rng.integers(0, total + 1, count))
+    lengths = np.diff(cuts, prepend=0).tolist()
+    most = [rng.choice((length, min(length, FIRST_TOKENS))) for length in lengths]
+    return dataclasses.replace(
+        case,
+        lengths=tuple(lengths),
+        borders=tuple(int(rng.integers(0, limit + 1)) for limit in most),
+        kinds=tuple(rng.permutation(case.kinds).tolist()),
+        last=total - int(cuts[-1]),
+        seed=seed,
+    )
+
+
+def other_steps(case: StateStepCase, seed: int) -> StateStepCase:
+    """Draw other kinds of rows, and rows without a token among the last ones."""
+    rng, count = np.random.default_rng(seed), len(case.rows) + case.absent
+    rows = rng.permutation(list(KINDS))[: min(count, rng.integers(1, len(KINDS) + 1))]
+    return dataclasses.replace(case, rows=tuple(rows.tolist()), absent=count - len(rows), seed=seed)
