@@ -13,8 +13,8 @@ from tests.machine_code.greatest_cases import GreatestCase, PlacedGreatestCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import RopeKvWriteCase, SmallHeadsCase
-from tests.machine_code.state_cases import StateChunkCase
-from tests.machine_code.state_step_cases import KINDS, StateStepCase
+from tests.machine_code.state_cases import SmallChunkCase, StateChunkCase
+from tests.machine_code.state_step_cases import KINDS, SmallStepCase, StateStepCase
 
 # Positions that kernels take at a time. Pages larger than this are taken in parts.
 BLOCK = 64
@@ -35,8 +35,10 @@ def more_inputs(case: Case) -> list[Case]:
         ]
     elif isinstance(case, StateChunkCase):
         found = [other_chunks(case, seed) for seed in range(101, 111)]
+        found.append(SmallChunkCase(**vars(case)))
     elif isinstance(case, StateStepCase):
-        found = [other_steps(case, seed) for seed in range(101, 109)]
+        found = [other_steps(case, seed) for seed in range(101, 111)]
+        found.append(SmallStepCase(**vars(case)))
     else:
         # The numbers of a norm are large or small row by row.
         is_norm_of_one = isinstance(case, AddNormCase) and case.width == 1
@@ -159,7 +161,9 @@ def other_chunks(case: StateChunkCase, seed: int) -> StateChunkCase:
 
 
 def other_steps(case: StateStepCase, seed: int) -> StateStepCase:
-    """Draw other kinds of rows, and rows without a token among the last ones."""
+    """Draw other kinds of rows: as many as there are for even seeds, otherwise any number."""
     rng, count = np.random.default_rng(seed), len(case.rows) + case.absent
-    rows = rng.permutation(list(KINDS))[: min(count, rng.integers(1, len(KINDS) + 1))]
-    return dataclasses.replace(case, rows=tuple(rows.tolist()), absent=count - len(rows), seed=seed)
+    most = min(count, len(KINDS))
+    rows = rng.permutation(list(KINDS))[: rng.integers(1, most + 1) if seed % 2 else most]
+    absent = count - len(rows)
+    return dataclasses.replace(case, rows=tuple(rows.tolist()), absent=absent, seed=seed)

@@ -23,6 +23,8 @@ PLACES = 10
 KINDS = {"own": (0, 0), "fresh": (-1, 1), "padding": (2, -1), "restored": (3, 4)}
 """Source and target of rows of each kind. Borders have the places from 5 on."""
 UNREAD = np.array([1, 2, 4, 5, 6, 7, 8, 9])
+SMALL = 2.0**-12
+"""Factor of numbers whose squares are about as large as the `eps` of a norm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +152,15 @@ class StateChunkCase(Case):
             return getattr(reference, self.operation)(*self.operands(arrays))
 
         return evaluate(specification, self.arguments())
+
+
+class SmallChunkCase(StateChunkCase):
+    """Step with small numbers of tokens."""
+
+    def arguments(self) -> list[np.ndarray]:
+        """Make the arguments with small queries, keys and values."""
+        x, *others = super().arguments()
+        return [x * x.dtype.type(SMALL), *others]
 
 
 def state_chunk_cases() -> list[Case]:

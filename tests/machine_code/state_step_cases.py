@@ -1,8 +1,8 @@
 """Steps of one token per row of layers with states, with inputs that show mistakes.
 
 Rows start from their own state, from zeros and from another place. Some are padding, and some store
-their states at a second place. States that nothing may read are NaN, and so are
-the numbers and gates of padding.
+their states at a second place. Unread states are NaN, and so are the numbers and
+gates of padding.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ KINDS = {
     "restored": (9, 2, 1, 8),
     "padding": (3, -1, 1, 10),
     "unsaved": (9, 4, 0, 6),
+    "saved": (3, 3, 1, 6),
 }
 """Rows of each kind. Place 11 is spare, and no row reads 1, 2, 4 to 8 and 10."""
+SMALL = 2.0**-12
+"""Factor of numbers whose squares are about as large as the `eps` of a norm."""
 UNREAD = np.array([1, 2, 4, 5, 6, 7, 8, 10])
 
 
@@ -61,7 +64,7 @@ class StateStepCase(Case):
     kind: str
     sizes: tuple[int, ...]
     taps: int = 4
-    rows: tuple[str, ...] = tuple(KINDS)
+    rows: tuple[str, ...] = ("own", "fresh", "restored", "padding", "unsaved")
     has_bias: bool = True
     has_spare: bool = True
     absent: int = 1
@@ -156,6 +159,18 @@ class StateStepCase(Case):
             return step(*self.operands(arrays))
 
         return evaluate(specification, self.arguments())
+
+
+class SmallStepCase(StateStepCase):
+    """Step whose convolution has small results."""
+
+    def arguments(self) -> list[np.ndarray]:
+        """Make the arguments with small weights."""
+        arrays = super().arguments()
+        first = 2 if self.kind == "conv" else 4
+        for place in range(first, first + 1 + self.has_bias):
+            arrays[place] = arrays[place] * arrays[place].dtype.type(SMALL)
+        return arrays
 
 
 def state_step_cases() -> list[Case]:
