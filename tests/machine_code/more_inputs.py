@@ -20,7 +20,7 @@ from tests.machine_code.state_step_cases import KINDS, SmallStepCase, StateStepC
 BLOCK = 64
 # Factor of scores that overflow if a maximum is not one.
 LOUD = 60.0
-FIRST_TOKENS = 8
+FIRST_TOKENS = 4
 
 
 def more_inputs(case: Case) -> list[Case]:
@@ -34,7 +34,7 @@ def more_inputs(case: Case) -> list[Case]:
             PlacedGreatestCase(case.name, case.rows, case.columns, seed) for seed in range(101, 125)
         ]
     elif isinstance(case, StateChunkCase):
-        found = [other_chunks(case, seed) for seed in range(101, 111)]
+        found = [other_chunks(case, seed) for seed in range(101, 113)]
         found.append(SmallChunkCase(**vars(case)))
     elif isinstance(case, StateStepCase):
         found = [other_steps(case, seed) for seed in range(101, 111)]
@@ -143,19 +143,21 @@ def deal(case: AttentionCase, seed: int, fills_last: bool) -> tuple[int, ...]:
 def other_chunks(case: StateChunkCase, seed: int) -> StateChunkCase:
     """Deal the tokens of a step out anew, to rows of other kinds and with other borders.
 
-    Half of the borders are among the first tokens, whose convolution needs the state.
+    Many rows are short and many borders early, so that the convolution needs the state there.
     """
     rng, count = np.random.default_rng(seed), len(case.lengths)
-    total = sum(case.lengths) + case.last
-    cuts = np.sort(rng.integers(0, total + 1, count))
-    lengths = np.diff(cuts, prepend=0).tolist()
-    most = [rng.choice((length, min(length, FIRST_TOKENS))) for length in lengths]
+    left = total = sum(case.lengths) + case.last
+    lengths, borders = [], []
+    for _ in range(count):
+        length = int(rng.integers(0, rng.choice((left, min(left, FIRST_TOKENS))) + 1))
+        border = int(rng.integers(0, rng.choice((length, min(length, FIRST_TOKENS))) + 1))
+        lengths, borders, left = [*lengths, length], [*borders, border], left - length
     return dataclasses.replace(
         case,
         lengths=tuple(lengths),
-        borders=tuple(int(rng.integers(0, limit + 1)) for limit in most),
+        borders=tuple(borders),
         kinds=tuple(rng.permutation(case.kinds).tolist()),
-        last=total - int(cuts[-1]),
+        last=total - sum(lengths),
         seed=seed,
     )
 
