@@ -5,9 +5,10 @@
     python -m tests.machine_code --big
 
 `--all` executes every kept case for every capability, twice: in the order of the schedule, and with
-blocks and warps in a random order. It then writes the table of kernels. `--random` compiles calls
-of random shapes and options for a time, `--big` calls on arrays of gigabytes, both in the
-environment of `scripts.gpu.compile_offline`. Exits with 1 if anything is wrong.
+blocks and warps in a random order. It then writes the table of kernels. With `--only` it updates
+the kernels all of whose cases were executed. `--random` compiles calls of random shapes and options
+for a time, `--big` calls on arrays of gigabytes, both in the environment of
+`scripts.gpu.compile_offline`. Exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -83,6 +85,22 @@ def run_kept(capability: Capability, only: str, seed: int, report: Report) -> It
         jax.clear_caches()
 
 
+def whole_kernels(rows: list[Row]) -> list[Row]:
+    """Return the rows of kernels all of whose cases for the capability were executed."""
+    executed = Counter((row.capability, row.family) for row in rows)
+    cases = Counter(
+        (spell(capability), case.family)
+        for capability in CARDS
+        for case in all_cases()
+        if case.runs_on(capability)
+    )
+    return [
+        row
+        for row in rows
+        if executed[row.capability, row.family] == cases[row.capability, row.family]
+    ]
+
+
 def run_compiled(
     compiler: OfflineCompiler,
     cases: Iterable[Case],
@@ -135,8 +153,7 @@ def main() -> int:
             for capability in arguments.capability
             for row in run_kept(capability, arguments.only, arguments.seed, report)
         ]
-        if not arguments.only:
-            write_table(rows)
+        write_table(whole_kernels(rows))
     try:
         for capability in arguments.capability if arguments.random or arguments.big else ():
             with OfflineCompiler(capability) as compiler:
