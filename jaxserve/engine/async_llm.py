@@ -238,6 +238,12 @@ class AsyncLLM(EngineOwner):
         return self._thread.engine.limits
 
     @property
+    def cache_tokens(self) -> int:
+        """Number of tokens of one long sequence that the KV cache holds."""
+        runner = self._thread.engine.runner
+        return room_of(self.config, runner.model_config, runner.num_pages).tokens
+
+    @property
     def num_pages(self) -> int:
         """Number of pages of the engine's KV cache, including the null page."""
         return self._thread.engine.runner.num_pages

@@ -333,7 +333,16 @@ class Engine:
                 if kind.layers
             ),
             snapshots=self._snapshot_stats(),
+            pages_by_kind=self._pages_by_kind(),
         )
+
+    def _pages_by_kind(self) -> dict[str, int]:
+        kinds = self.runner.model_config.page_layout.kinds
+        if len(kinds) < 2:
+            return {}
+        return {
+            kind.name: count for kind, count in zip(kinds, self.pool.used_by_kind(), strict=True)
+        }
 
     def _snapshot_stats(self) -> SnapshotStats | None:
         if not self.slots.keeps_states:

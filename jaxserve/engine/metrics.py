@@ -144,6 +144,8 @@ class EngineStats:
     expert_rows: tuple[int, ...] = ()
     memory: tuple[MemoryUse, ...] = ()  # of each kind of memory that belongs to layers
     snapshots: SnapshotStats | None = None  # None for a model without states
+    # Pages that sequences hold by the name of their kind, for a model with several kinds of pages.
+    pages_by_kind: dict[str, int] = field(default_factory=dict[str, int])
 
 
 Read = Callable[[EngineStats], float]

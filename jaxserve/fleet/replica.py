@@ -124,4 +124,4 @@ def _of_rank(spec: ModelSpec, keys: Path, hosts: Path | None, ranks_before: int)
 
 
 def _cached_tokens(models: Models) -> int:
-    return sum((m.llm.num_pages - 1) * m.llm.config.block_size for m in models.all)
+    return sum(m.llm.cache_tokens for m in models.all)

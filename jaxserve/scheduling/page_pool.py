@@ -155,12 +155,14 @@ class PagePool:
         self._add_blank(blocks)
 
     def _add_blank(self, blocks: np.ndarray) -> None:
-        pages = blocks if self._is_plain else self._pages_of(blocks)
+        pages = self.pages_of(blocks)
         self._blank[self._num_blank : self._num_blank + len(pages)] = pages[::-1]
         self._num_blank += len(pages)
 
-    def _pages_of(self, blocks: np.ndarray) -> np.ndarray:
+    def pages_of(self, blocks: np.ndarray) -> np.ndarray:
         """Return the pages of blocks of any kinds, in their order."""
+        if self._is_plain:
+            return blocks
         is_page = np.arange(self._most_of_block) < self._counts[self._kind_of[blocks], None]
         return self.block_pages[blocks][is_page]
 
@@ -244,6 +246,24 @@ class PagePool:
         blocks = blocks[self._queue.holds(blocks)]
         self._queue.remove(blocks)
         self._queue.push(blocks)
+
+    def used_by_kind(self) -> list[int]:
+        """Return the number of pages of each kind that sequences hold."""
+        held = np.flatnonzero(self.ref_count)
+        if self._is_plain:
+            return [len(held)]
+        blocks = np.bincount(self._kind_of[held], minlength=len(self.kinds))
+        return (blocks * self._counts).tolist()
+
+    def by_page(self, values: np.ndarray) -> np.ndarray:
+        """Return values of blocks, indexed by their first pages, as values of all their pages."""
+        if self._is_plain:
+            return values.copy()
+        blocks = np.flatnonzero((self.ref_count > 0) | self.is_cached)
+        spread = np.zeros_like(values)
+        counts = self._counts[self._kind_of[blocks]]
+        spread[self.pages_of(blocks)] = values[blocks].repeat(counts)
+        return spread
 
     def cached(self, kind: int = 0) -> np.ndarray:
         """Return all cached blocks of a kind, ascending."""
@@ -347,7 +367,7 @@ class PagePool:
         free = np.concatenate([blank, evictable])
         assert np.all(self.ref_count[free] == 0), "a free page is held"
         blocks = np.concatenate([evictable, np.flatnonzero(self.ref_count)])
-        pages = np.concatenate([blank, blocks if self._is_plain else self._pages_of(blocks)])
+        pages = np.concatenate([blank, self.pages_of(blocks)])
         assert len(np.unique(pages)) == len(pages), "a page is free or in a block twice"
         assert NULL_PAGE not in pages, "the null page is free"
         assert len(pages) == self.num_usable, "pages were lost"

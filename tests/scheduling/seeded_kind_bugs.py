@@ -67,7 +67,7 @@ KIND_BUGS = (
     Bug(
         "only the first page of an evicted block becomes free",
         POOL,
-        "        pages = blocks if self._is_plain else self._pages_of(blocks)\n        self._blank",
+        "        pages = self.pages_of(blocks)\n        self._blank",
         "        pages = blocks\n        self._blank",
     ),
     Bug(

@@ -193,6 +193,15 @@ def _memory(stats: list[tuple[list[str], engine_metrics.EngineStats]]) -> Iterat
     for (name, text), rows in samples.items():
         is_own = name != engine_metrics.KV_CACHE_USAGE
         yield from _families(GaugeMetricFamily, name, text, rows, is_own=is_own)
+    by_kind: Samples = [
+        ([*labels, kind], count)
+        for labels, counts in stats
+        for kind, count in counts.pages_by_kind.items()
+    ]
+    if by_kind:
+        text = "Pages that sequences hold, by the kind of layers that they are of."
+        name = "num_pages_in_use_by_kind"
+        yield from _families(GaugeMetricFamily, name, text, by_kind, "kind", is_own=True)
 
 
 def _snapshots(stats: list[tuple[list[str], engine_metrics.EngineStats]]) -> Iterator[Metric]:
@@ -206,7 +215,7 @@ def _snapshots(stats: list[tuple[list[str], engine_metrics.EngineStats]]) -> Ite
 
 
 def _cache_sizes(model: ServedModel) -> tuple[int, int, float]:
-    tokens = model.llm.num_pages * model.llm.config.block_size
+    tokens = model.llm.cache_tokens
     return model.llm.num_pages, tokens, round(tokens / model.limits.max_model_len, 2)
 
 

@@ -97,13 +97,13 @@ def _copy(engine: Engine) -> _Copy:
     slots, scheduler, pool = engine.slots, engine.scheduler, engine.pool
     running = sorted(scheduler.running_sequences(), key=lambda sequence: sequence.slot)
     waiting = heapq.nsmallest(MAX_WAITING, scheduler.waiting, key=scheduler.waiting.rank)
-    pages = [slots.pages(sequence.slot) for sequence in running]
+    pages = [pool.pages_of(slots.all_pages(sequence.slot)) for sequence in running]
     return _Copy(
         engine.stats(),
         [_running(engine, sequence) for sequence in running],
         [_row(sequence, len(sequence.token_ids), 0) for sequence in waiting],
-        pool.ref_count[1:].copy(),
-        pool.is_cached[1:].copy(),
+        pool.by_page(pool.ref_count)[1:],
+        pool.by_page(pool.is_cached)[1:],
         np.concatenate(pages) - 1 if pages else np.zeros(0, np.int32),
         [len(slot_pages) for slot_pages in pages],
     )

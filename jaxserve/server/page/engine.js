@@ -38,7 +38,9 @@ function showFigures({ stats, pages }) {
   put($("coming"), missing ? `${missing} programs to come` : "");
   for (const name of ["held", "shared", "cached"]) put($(name), whole(pages[name]));
   put($("blank"), whole(pages.total - pages.held - pages.cached));
-  put($("scale"), pages.per_cell > 1 ? `one cell is ${pages.per_cell} pages` : "");
+  const scale = pages.per_cell > 1 ? [`one cell is ${pages.per_cell} pages`] : [];
+  const kinds = Object.entries(stats.pages_by_kind).map(([name, n]) => `${name}: ${whole(n)} held`);
+  put($("scale"), [...scale, ...kinds].join(", "));
   $("map").ariaLabel = `Page map: ${pages.held} of ${pages.total} pages held, ` +
     `${pages.shared} shared, ${pages.cached} cached and free`;
 }
