@@ -104,6 +104,8 @@ def loading(family: str) -> tuple[int, float]:
     for name in ("layer_types", "layers_block_type"):
         if kinds := fields_of(case).get(name):
             sizes[name] = list(islice(cycle(kinds), LARGE["num_hidden_layers"]))
+    if "num_heads" in FAMILIES[family][1]:  # Mamba 2, whose width is twice the model's
+        sizes["num_heads"] = 2 * LARGE["hidden_size"] // LARGE["head_dim"]
     if "kv_lora_rank" in FAMILIES[family][1]:  # latent attention has as many heads on both sides
         sizes["num_key_value_heads"] = LARGE["num_attention_heads"]
         del sizes["head_dim"]  # it is that of the rotated part

@@ -116,7 +116,8 @@ EXPERT_FIELDS = (
 ).split()
 
 
-def _mamba(fields: Fields) -> Mamba2Sizes:
+def mamba_sizes(fields: Fields) -> Mamba2Sizes:
+    """Read the sizes of Mamba-2 from a config.json with a field for the size of a head."""
     heads = fields.integer("mamba_num_heads", 1, MAX_HEADS, default=128)
     groups = fields.integer("n_groups", 1, MAX_HEADS, default=8)
     if heads % groups:
@@ -205,7 +206,8 @@ def _moe(config: ModelConfig) -> list[WeightName]:
     return layer
 
 
-def _weights(config: ModelConfig) -> list[WeightName]:
+def nemotron_weights(config: ModelConfig) -> list[WeightName]:
+    """Return the tensors of a checkpoint whose layers have one part each, with a norm before it."""
     mlp = [
         WeightName("mixer.up_proj.weight", "F D -> D F", "mlp.up"),
         WeightName("mixer.down_proj.weight", "D F -> F D", "mlp.down"),
@@ -413,12 +415,12 @@ NEMOTRON_H = Family(
                 depth=_depth,
                 layers=_layers,
                 experts=_experts,
-                recurrent=_mamba,
+                recurrent=mamba_sizes,
                 mlp_bias=None,
                 qkv_bias=False,
                 output_bias=False,
             ),
-            _weights,
+            nemotron_weights,
             FamilyTraits(norm_rounds_last=True, activation="relu2", router="sigmoid"),
             tensors=TENSORS,
         )

@@ -115,6 +115,8 @@ def _fitting_cache(config: EngineConfig, plan: StartPlan) -> str | None:
         # The states of prefixes take a tenth of the pages, and at least one.
         room = plan.with_snapshots(0).room
         room = min(room - plan.state_bytes, room * 10 // 11)
+    if not plan.page_bytes:
+        return None
     pages = room // plan.page_bytes
     tokens = (pages - 1) * plan.block_size
     if tokens < min(LEAST_TOKENS, plan.max_model_len):
