@@ -120,7 +120,51 @@ class NemotronHMoe(NemotronH):
     is_moe = True
 
 
-class GraniteHybrid(Converter):
+class Mamba2(Converter):
+    """mamba.py's `Mamba2Model`."""
+
+    arch = gguf.MODEL_ARCH.MAMBA2
+
+    def filtered(self, name: str) -> str:
+        if name.endswith(".dt_bias"):
+            name = name.rpartition(".dt_bias")[0] + ".dt_proj.bias"
+        return super().filtered(name)
+
+    @property
+    def groups(self) -> int:
+        return self.hparams["n_groups"]
+
+    def set_parameters(self) -> None:
+        hparams = self.hparams
+        inner = hparams["expand"] * hparams["hidden_size"]
+        for key, value in (
+            ("context_length", 1 << 20),
+            ("embedding_length", hparams["hidden_size"]),
+            ("feed_forward_length", 0),
+            ("attention.head_count", 0),
+            ("block_count", self.blocks),
+            ("ssm.conv_kernel", hparams["conv_kernel"]),
+            ("ssm.inner_size", inner),
+            ("ssm.state_size", hparams["state_size"]),
+            ("ssm.time_step_rank", inner // hparams["head_dim"]),
+            ("ssm.group_count", self.groups),
+            ("attention.layer_norm_rms_epsilon", hparams["layer_norm_epsilon"]),
+        ):
+            self.add(key, value)
+
+    def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
+        if ".conv1d.weight" in name:
+            tensor = tensor.squeeze()
+        elif name.endswith((".A_log", ".D")):
+            tensor = tensor.reshape(-1, 1)
+        elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            tensor = tensor.reshape(self.groups, -1)
+        if name.endswith(".A_log"):
+            tensor = -np.exp(tensor)
+        yield from super().converted(name, tensor, layer)
+
+
+class GraniteHybrid(Mamba2):
     """granite.py's `GraniteHybridModel`, and of its bases `GraniteMoeModel` and `GraniteModel`.
 
     Bamba is converted by it, too.
@@ -137,15 +181,14 @@ class GraniteHybrid(Converter):
         ]
         self.experts = hparams.get("num_local_experts", 0)
 
-    def filtered(self, name: str) -> str:
-        if name.endswith(".dt_bias"):
-            name = name.rpartition(".dt_bias")[0] + ".dt_proj.bias"
-        return super().filtered(name)
+    @property
+    def groups(self) -> int:
+        return self.hparams["mamba_n_groups"]
 
     def set_parameters(self) -> None:
         hparams = self.hparams
         hparams.pop("head_dim", None)
-        super().set_parameters()
+        Converter.set_parameters(self)
         size = hparams["hidden_size"] // hparams["num_attention_heads"]
         self.add("vocab_size", hparams["vocab_size"])
         self.add("rope.dimension_count", size)
@@ -189,39 +232,27 @@ class GraniteHybrid(Converter):
         elif name.endswith("shared_mlp.output_linear.weight") and not self.experts:
             yield self.formatted(keys.FFN_DOWN, layer), tensor
         elif layer is not None and layer not in self.attention:
-            yield from self.of_mamba(name, tensor, layer)
+            yield from super().converted(name, tensor, layer)
         else:
             heads = self.hparams["num_attention_heads"]
             if name.endswith(("q_proj.weight", "q_proj.bias")):
                 tensor = permuted(tensor, heads)
             elif name.endswith(("k_proj.weight", "k_proj.bias")):
                 tensor = permuted(tensor, self.hparams["num_key_value_heads"])
-            yield from super().converted(name, tensor, layer)
-
-    def of_mamba(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
-        """Convert a tensor as mamba.py's `Mamba2Model`."""
-        if ".conv1d.weight" in name:
-            tensor = tensor.squeeze()
-        elif name.endswith((".A_log", ".D")):
-            tensor = tensor.reshape(-1, 1)
-        elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
-            tensor = tensor.reshape(self.groups, -1)
-        if name.endswith(".A_log"):
-            tensor = -np.exp(tensor)
-        yield from Converter.converted(self, name, tensor, layer)
-
-    @property
-    def groups(self) -> int:
-        return self.hparams["mamba_n_groups"]
+            yield from Converter.converted(self, name, tensor, layer)
 
 
-class FalconH1(GraniteHybrid):
+class FalconH1(Mamba2):
     """falcon_h1.py's `FalconH1Model`, of the base `Mamba2Model`.
 
     The matrices are multiplied by the model's factors.
     """
 
     arch = gguf.MODEL_ARCH.FALCON_H1
+
+    @property
+    def groups(self) -> int:
+        return self.hparams["mamba_n_groups"]
 
     def set_parameters(self) -> None:
         hparams = self.hparams
@@ -246,8 +277,7 @@ class FalconH1(GraniteHybrid):
             self.add(key, value)
 
     def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
-        tensor = multiplied(name, tensor, self.hparams)
-        yield from self.of_mamba(name, tensor, layer)
+        yield from super().converted(name, multiplied(name, tensor, self.hparams), layer)
 
 
 def multiplied(name: str, tensor: np.ndarray, hparams: Mapping[str, Any]) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 from scripts.compare.write_gguf import add_tokenizer
 from tests.support.gguf_converter import Converter, Tensors
 from tests.support.gguf_files import Type, finish
-from tests.support.gguf_mamba import FalconH1, GraniteHybrid, NemotronH, NemotronHMoe
+from tests.support.gguf_mamba import FalconH1, GraniteHybrid, Mamba2, NemotronH, NemotronHMoe
 from tests.support.recurrent_checkpoints import packed
 
 OLDER_NEXT = "older qwen3next"
@@ -250,6 +250,7 @@ CONVERTERS: Mapping[str, type[Converter]] = {
     "nemotron_h_moe": NemotronHMoe,
     "granitehybrid": GraniteHybrid,
     "falcon-h1": FalconH1,
+    "mamba2": Mamba2,
 }
 
 

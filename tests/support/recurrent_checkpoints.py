@@ -155,6 +155,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e11},
         },
     ),
+    "mamba2": (
+        "Mamba2",
+        {
+            "layer_norm_epsilon": 1e-5,
+            "num_heads": 8,
+            "head_dim": 64,
+            "state_size": 16,
+            "n_groups": 2,
+            "num_attention_heads": None,
+            "num_key_value_heads": None,
+            "max_position_embeddings": None,
+        },
+    ),
 }
 # Further models of an architecture above.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,8 +1,9 @@
 """Metadata of published GGUF files of models with states.
 
 The keys are those that llama.cpp lists as it loads such files, in its issues 17578, 20490 and
-20570, its pull requests 18641 and 22673, and ollama's issue 12982. Sizes are the checkpoints'. Of
-Falcon-H1 they are the defaults of Transformers' class. Vocabularies are left out.
+20570, its pull requests 18641 and 22673, and ollama's issue 12982. Those of Falcon-H1 and Mamba 2 are
+the keys of llama.cpp's converter. Sizes are the checkpoints', of Falcon-H1 the defaults of
+Transformers' class. Vocabularies are left out.
 """
 
 from __future__ import annotations
@@ -178,6 +179,26 @@ FILES = {
         2 * 4 * 8 * 128 * 2,
         36 * (3 * (8192 + 2 * 128) + 128 * 128 * 64) * 4,
         ("blk.0.ssm_conv1d.bias",),
+    ),
+    "Mamba-Codestral-7B-v0.1": Published(
+        "mamba2",
+        32768,
+        {
+            "block_count": 64,
+            "context_length": 1 << 20,
+            "embedding_length": 4096,
+            "feed_forward_length": 0,
+            "attention.head_count": 0,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": 128,
+            "ssm.group_count": 8,
+            "ssm.inner_size": 8192,
+            "ssm.time_step_rank": 128,
+        },
+        0,
+        64 * (3 * (8192 + 2 * 8 * 128) + 128 * 128 * 64) * 4,
+        ("output.weight", "blk.0.ssm_conv1d.bias"),
     ),
     "Falcon-H1 (defaults of the class)": Published(
         "falcon-h1",

@@ -114,7 +114,8 @@ def test_a_file_is_what_it_was_made_from(files, monkeypatch, name):
         assert config.max_position_embeddings == 1 << 20
         changes["max_position_embeddings"] = want.max_position_embeddings
         changes["intermediate_size"] = want.intermediate_size
-    if name == "granitehybrid":  # without rotation the length is that of Mamba-2
+    if name in ("granitehybrid", "mamba2"):  # without positions the length is llama.cpp's
+        assert config.max_position_embeddings == 1 << 20
         changes["max_position_embeddings"] = want.max_position_embeddings
     if name == FALCON:  # the matrices have been multiplied by the factors
         sizes = want.recurrent
@@ -338,6 +339,10 @@ REFUSED: list[tuple[str, Metadata, str]] = [
     ("granitehybrid", {"expert_shared_feed_forward_length": None}, "shared_intermediate_size is 0"),
     ("granitehybrid", {"expert_gating_func": 2}, "expert_gating_func is 2"),
     ("falcon-h1", {"ssm.inner_size": 500}, "mamba_n_heads is 8; allowed: a divisor .*500"),
+    ("mamba2", {"ssm.inner_size": 300}, "inner_size is 300; allowed: a multiple of .*8"),
+    ("mamba2", {"embedding_length": 300}, "inner_size is 512; allowed: a multiple of .*300"),
+    ("mamba2", {"attention.head_count": 4}, "num_attention_heads is 4"),
+    ("mamba2", {"ssm.dt_b_c_rms": True}, "does not know mamba2.ssm.dt_b_c_rms"),
     ("falcon-h1", {"rope.dimension_count": 32}, "only part of each head"),
     ("falcon-h1", {"attention.scale": 0.1}, "does not know falcon-h1.attention.scale"),
 ]
@@ -350,11 +355,11 @@ def test_metadata_that_no_model_has_is_refused(files, name, metadata, named):
         gguf_config(file)
 
 
-@pytest.mark.parametrize("name", ["mamba2"])
-def test_further_architectures_with_states_are_refused_by_name(files, name):
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_other_architectures_with_states_are_refused_by_name(files, name):
     file = files["nemotron_h"]
     file = replace(file, metadata={**file.metadata, "general.architecture": name})
-    allowed = rf"general\.architecture is '{name}'; allowed: .*lfm2moe.*nemotron_h_moe"
+    allowed = rf"general\.architecture is '{name}'; allowed: .*lfm2moe.*mamba2"
     with pytest.raises(UnsupportedModel, match=allowed):
         gguf_config(file)
 
@@ -382,6 +387,7 @@ def test_neutral_values_change_nothing(files):
         ("nemotron_h", "blk.3.ssm_norm.weight", r"layers\.3\.mixer\.norm\.weight"),
         ("granitehybrid", "blk.2.ssm_d", r"layers\.2\.mamba\.D"),
         ("granitehybrid", "blk.1.ffn_up_shexp.weight", r"layers\.1\.mlp\.shared_expert\.up_proj"),
+        ("mamba2", "blk.1.ssm_norm.weight", r"layers\.1\.mixer\.norm\.weight"),
         ("falcon-h1", "blk.1.ffn_norm", r"layers\.1\.post_attention_layernorm\.weight"),
     ],
 )

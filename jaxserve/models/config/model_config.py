@@ -272,7 +272,8 @@ def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
     plain = {
         name: value
         for name, value in raw.items()
-        if name not in rules.renamed and (value is not None or name not in common)
+        if name not in rules.renamed
+        and (value is not None or name not in common.keys() | rules.defaults.keys())
     }
     fields = Fields({**rules.defaults, **common, **plain}, [], prefix)
     for name in sorted(common.keys() & plain.keys()):

@@ -48,7 +48,8 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     raw["expand"] = quotient(gguf, "ssm.inner_size", "embedding_length")
     raw["layer_norm_epsilon"] = raw.pop("rms_norm_eps", None)
     raw["use_conv_bias"] = has_tensor(gguf, ".ssm_conv1d.bias")
-    del raw["num_attention_heads"]  # llama.cpp writes 0
+    if not raw["num_attention_heads"]:  # as llama.cpp's converter writes
+        del raw["num_attention_heads"]
 
 
 FIELDS = MappingProxyType(

@@ -315,7 +315,10 @@ class StartPlan:
     @property
     def needed(self) -> int:
         """Bytes that a start with the smallest possible KV cache needs."""
-        return int((self._taken + self.least_pages * self.page_bytes) / (1 - SLACK))
+        least = self.least_pages * self.page_bytes
+        if not self.page_bytes and self.num_snapshots and self.config.state_cache_bytes is None:
+            least = (1 - self.num_snapshots) * self.state_bytes  # they take the memory of the cache
+        return int((self._taken + least) / (1 - SLACK))
 
     @property
     def starts(self) -> bool:
