@@ -1,8 +1,8 @@
 """Metadata of published GGUF files of models with states.
 
 The keys are those that llama.cpp lists as it loads such files, in its issues 17578, 20490 and
-20570, its pull requests 18641 and 22673, and ollama's issue 12982. Those of Falcon-H1 and Mamba 2 are
-the keys of llama.cpp's converter. Sizes are the checkpoints', of Falcon-H1 the defaults of
+20570, its pull requests 18641 and 22673, and ollama's issue 12982. Of Falcon-H1 and Mamba 2 they
+are those of llama.cpp's converter. Sizes are the checkpoints', of Falcon-H1 the defaults of
 Transformers' class. Vocabularies are left out.
 """
 
