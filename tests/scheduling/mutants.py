@@ -170,7 +170,9 @@ def main() -> int:
         states = [bug for bug in bugs if bug.letter == letter]
         count = sum(bug not in survivors for bug in states)
         print(f"({letter}) {count} of {len(states)}: {STATE_FAULTS[letter]}")
-    few = len(survivors) <= (1 - GOAL) * len(bugs) and noticed >= GOAL * len(scheduled)
+    is_whole = len(bugs) == len(BUGS)  # the share of the random schedules is of all bugs
+    few = len(survivors) <= (1 - GOAL) * len(bugs)
+    few &= not is_whole or noticed >= GOAL * len(scheduled)
     return 0 if few and not any(bug.letter for bug in survivors) else 1
 
 
