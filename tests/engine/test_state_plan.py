@@ -189,6 +189,8 @@ def test_a_model_without_attention_has_pages_of_no_bytes() -> None:
     assert made(num_gpu_blocks_override=40).num_pages == 40
     assert made(state_cache_bytes=3 * state).num_snapshots == 3
     assert made(kv_cache_memory_bytes=5 * state).num_snapshots == 5
+    assert made(kv_cache_memory_bytes=5 * state).starts
+    assert not made(kv_cache_memory_bytes=1000 * state, max_num_seqs=1).starts
     # A host keeps states of 1 GiB, and serves all lengths that the model has.
     small = made(replace(host, free=64 * GIB, total=64 * GIB))
     assert (small.num_snapshots, small.max_num_seqs) == (GIB // state, 32)

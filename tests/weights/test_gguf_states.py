@@ -364,6 +364,15 @@ def test_other_architectures_with_states_are_refused_by_name(files, name):
         gguf_config(file)
 
 
+@pytest.mark.parametrize("name", ["granitehybrid", "nemotron_h"])
+def test_a_file_whose_layers_all_attend_lacks_tensors(files, name):
+    none = {"feed_forward_length": 0} if name == "nemotron_h" else {}
+    file = with_metadata(files[name], {"attention.head_count_kv": 2, **none})
+    assert gguf_config(file).recurrent is None
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn"):
+        load_weights(file, gguf_config(file), jnp.float32)
+
+
 def test_neutral_values_change_nothing(files):
     for name, metadata in (
         ("nemotron_h_moe", {"expert_gating_func": 2}),

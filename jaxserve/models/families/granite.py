@@ -118,12 +118,11 @@ def _hybrid_weights(config: ModelConfig) -> list[WeightName]:
             WeightName(f"{block}.input_linear.weight", "E (P M) D -> E D P M", "mlp.gate_up"),
             WeightName(f"{block}.output_linear.weight", "E D M -> E M D", "mlp.down"),
         ]
-    mamba = [] if config.recurrent is None else mamba_weights(config, "mamba")
     return [
         *embedding_weights(config),
         *every_layer(layer, config),
         *every_layer(attention_projections(config), config, mixer=ATTENTION),
-        *every_layer(mamba, config, mixer=MAMBA),
+        *every_layer(mamba_weights(config, "mamba"), config, mixer=MAMBA),
         FINAL_NORM,
     ]
 

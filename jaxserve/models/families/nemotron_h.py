@@ -137,9 +137,13 @@ def mamba_sizes(fields: Fields) -> Mamba2Sizes:
 
 
 def mamba_weights(config: ModelConfig, name: str) -> list[WeightName]:
-    """Return the tensors of one Mamba-2 mixer, whose names begin with `name`."""
+    """Return the tensors of one Mamba-2 mixer, whose names begin with `name`.
+
+    The list is empty if no layer has Mamba-2.
+    """
     sizes = config.recurrent
-    assert isinstance(sizes, Mamba2Sizes)
+    if not isinstance(sizes, Mamba2Sizes):
+        return []
     parts = ("gate", "mixed", "steps")
     sides = ("Vals", "Xbc", "Heads")
     tensors = [
@@ -270,7 +274,8 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
 def change_of_mamba(config: ModelConfig, name: str) -> Change | None:
     """Return how a GGUF file's tensor of Mamba-2 differs from the checkpoint's tensor `name`."""
     sizes = config.recurrent
-    assert isinstance(sizes, Mamba2Sizes)
+    if not isinstance(sizes, Mamba2Sizes):
+        return None
     ending = re.split(r"\.(?:mixer|mamba)\.", name)[-1]
     if ending in ("A_log", "D"):
         return Change((sizes.heads,), log_of_negated if ending == "A_log" else None)

@@ -315,9 +315,10 @@ class StartPlan:
     @property
     def needed(self) -> int:
         """Bytes that a start with the smallest possible KV cache needs."""
-        least = self.least_pages * self.page_bytes
-        if not self.page_bytes and self.num_snapshots and self.config.state_cache_bytes is None:
-            least = (1 - self.num_snapshots) * self.state_bytes  # they take the memory of the cache
+        least, sizes = self.least_pages * self.page_bytes, self.config
+        has_size = (sizes.state_cache_bytes, sizes.kv_cache_memory_bytes) != (None, None)
+        if self.num_snapshots and not self.page_bytes and not has_size:
+            least = (1 - self.num_snapshots) * self.state_bytes  # they take the memory that is left
         return int((self._taken + least) / (1 - SLACK))
 
     @property
