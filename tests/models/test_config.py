@@ -773,6 +773,7 @@ def test_layers_may_all_have_states_but_not_all_an_mlp():
     bamba = transformers.BambaConfig(architectures=["BambaForCausalLM"]).to_dict()
     assert parse_model_config(bamba).num_page_layers == 0
     assert parse_model_config(bamba | {"attn_layer_indices": [3]}).num_page_layers == 1
-    nemotron = transformers.NemotronHConfig(hybrid_override_pattern="---").to_dict()
+    mlps: dict[str, Any] = {"hybrid_override_pattern": "---"}
+    nemotron = transformers.NemotronHConfig(**mlps).to_dict()
     with pytest.raises(UnsupportedModel, match=r"1 field.*\n.*no layer has attention or a state"):
         parse_model_config(nemotron | {"architectures": ["NemotronHForCausalLM"]})

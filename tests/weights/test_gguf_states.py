@@ -206,6 +206,8 @@ def test_further_models_of_granite_s_name(tmp_path, name):
         assert np.asarray(value).tobytes() == np.asarray(expected[path]).tobytes(), path
     assert_same_tokens(file, reference, 1e-4)
     if name == "bamba":
+        quarter = gguf_config(with_metadata(file, {"rope.dimension_count": 16}))
+        assert (config.rope.partial, quarter.rope.partial) == (0.5, 0.25)
         with pytest.raises(UnsupportedModel, match="are not rotated"):
             gguf_config(with_metadata(file, {"rope.scaling.finetuned": False}))
 
