@@ -87,3 +87,10 @@ def test_positions_are_not_divided(case: str) -> None:
         "decode_context_parallel_size is 2; allowed: 1, since layers of this "
         f"{architecture} keep a state in place of positions"
     )
+
+
+def test_a_model_without_attention_is_divided_by_groups() -> None:
+    config = parse_model_config(fields_of_case("mamba2_two_groups"))
+    check_split(replace(config, split=Split(2)))
+    with pytest.raises(UnsupportedModel, match=r"divided: the number of groups is 2; .* of 4$"):
+        check_split(replace(config, split=Split(4)))
