@@ -24,6 +24,7 @@ from jaxserve.request import Request, SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loaded import Loaded
 from jaxserve.start.plan.limits import Limits
+from jaxserve.start.plan.memory import room_of
 
 T = TypeVar("T")
 

@@ -200,7 +200,7 @@ def memory_kinds(
     # A head that is replicated, or whose positions are sharded, counts once per device.
     devices, layout = config.split.devices, config.page_layout
     page: tuple[jax.ShapeDtypeStruct, ...] = ()
-    if layout.kinds:
+    if layout.kinds:  # else pages have no bytes, and the scheduler counts tokens by them
         kind, size = layout.kinds[0], page_size // layout.splits(0)
         cells = max(1, kind.heads // devices) * devices, size // config.split.context
         sizes = kind.key_size, kind.value_size
@@ -232,7 +232,7 @@ def memory_kinds(
 def kept_by_layers(config: ModelConfig, state: DeviceState) -> list[Kept]:
     """Return the arrays of each layer: its states, and its pages if no other layer shares them."""
     pages, states = iter(state.kv), iter(state.others.get(STATES, ()))
-    has_pages = config.has_pages if len(config.page_layout.kinds) == 1 else _shares_pages
+    has_pages = _shares_pages if len(config.page_layout.kinds) > 1 else config.has_pages
     return [
         Kept(
             next(pages) if has_pages(layer) else (),
@@ -289,7 +289,7 @@ def make_state(config: ModelConfig, memory: Iterable[MemoryKind], max_pages: int
     if config.split.counts_rows and config.experts is not None:
         rows = (config.split.devices, *place_counts(config))
     return DeviceState(
-        kv=pages.zeros(),
+        kv=list(pages.zeros()),
         page_table=jnp.zeros((sampler.count, max_pages), np.int32),
         last_token=jnp.zeros(sampler.count, np.int32),
         sampler=sampler.zeros(),

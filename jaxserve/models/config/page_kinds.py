@@ -129,8 +129,9 @@ class PageLayout:
 
     @property
     def parts(self) -> int:
-        """Number of pages of a block of each kind together."""
-        return sum(self.groups(kind) * self.splits(kind) for kind in range(len(self.kinds)))
+        """Number of pages of a block of each kind together, 1 without kinds."""
+        pages = (self.groups(kind) * self.splits(kind) for kind in range(len(self.kinds)))
+        return max(1, sum(pages))
 
 
 def _depth(counts: list[int]) -> int:

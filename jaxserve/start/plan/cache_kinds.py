@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jaxserve.models import ModelConfig
 from jaxserve.scheduling.page_kinds import (
+    ONE_KIND,
     PoolKind,
     chunk_pages,
     longest_held,
@@ -32,8 +33,13 @@ class CacheKind:
 
 
 def pool_kinds(model_config: ModelConfig) -> tuple[PoolKind, ...]:
-    """Return the kinds of cache pages of a model as the page pool sees them."""
+    """Return the kinds of cache pages of a model as the page pool sees them.
+
+    A model without cache pages has one kind, by which the scheduler counts tokens.
+    """
     layout = model_config.page_layout
+    if not layout.kinds:
+        return ONE_KIND
     return tuple(
         PoolKind(kind.window, layout.groups(number), layout.splits(number))
         for number, kind in enumerate(layout.kinds)
