@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -150,10 +150,8 @@ def unpack(
 
     tokens, positions, row_of_token, targets = parts.tokens
     kv_len, slots, sample_index, sample_slots = parts.rows
-    if num_parts == 1:
-        page_places, page_ids = parts.pages
-    else:
-        page_places, page_ids = parts.pages[0], parts.pages[1:]
+    pages: Any = parts.pages
+    page_places, page_ids = pages if num_parts == 1 else (pages[0], pages[1:])
     return StepBatch(
         tokens=tokens,
         positions=positions,

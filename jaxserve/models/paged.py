@@ -112,7 +112,7 @@ class PageGroups:
         self._layout, self._cells, self._devices = layout, cells, devices
         self.pages = list(pages)
 
-    def of_layer(self, layer: int, step: PagedStep) -> tuple[KVPages, PagedStep]:
+    def of_layer(self, layer: int, step: PagedStep) -> tuple[KVPages | tuple[()], PagedStep]:
         """Return the pages of a layer after the layers before it, and the step with its cells."""
         place = self._layout.places[layer]
         if place is None:

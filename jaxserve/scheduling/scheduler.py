@@ -19,7 +19,7 @@ from jaxserve.scheduling import budget as budgets
 from jaxserve.scheduling.commit_result import StepResult, draws_of
 from jaxserve.scheduling.invariants import check_invariants
 from jaxserve.scheduling.page_keys import WORDS
-from jaxserve.scheduling.page_kinds import chunk_pages, most_pages, steady_pages, windowed
+from jaxserve.scheduling.page_kinds import most_pages, steady_pages
 from jaxserve.scheduling.page_pool import CachedPrefix, PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.publishing import Publisher
@@ -27,12 +27,8 @@ from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slot_table import SlotTable, flat_ranges
 from jaxserve.scheduling.snapshots import StateSaver
 from jaxserve.scheduling.waiting import WaitingQueue
+from jaxserve.scheduling.window_pages import WindowPages
 
-# At most this part of the pool is reserved for chunks of prompts: one in 32 pages.
-RESERVE_DIVISOR = 32
-# Blocks of its next tokens that are reserved for a row in layers without a window, if others have
-# one.
-NEXT_BLOCKS = 8
 NO_KEYS = np.zeros((0, WORDS), np.uint64)
 
 
@@ -69,7 +65,7 @@ class Scheduler:
         self.pool = pool
         self.slots = slots
         slots.block_pages = pool.block_pages
-        self._windowed = tuple(windowed(slots.kinds))
+        self.windows = WindowPages(pool, slots, max_num_batched_tokens)
         enable_prefix_caching &= num_snapshots != 0
         self.publisher = Publisher(pool, slots, enable_prefix_caching, prefix_secret)
         has_snapshots = enable_prefix_caching and num_snapshots is not None
@@ -79,7 +75,6 @@ class Scheduler:
         self.max_row_tokens = long_prefill_token_threshold or max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.max_running = slots.num_slots
-        self.reserve_divisor = RESERVE_DIVISOR
         self._no_prefix = pool.prefix(NO_KEYS)
         # Padded sizes of steps, ascending. Chunks are shortened to fill them. Empty: no limit.
         self.token_sizes = np.zeros(0, np.int64)
@@ -87,8 +82,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
-        # The number of blocks of each slot's prompt that were in the cache, for one kind at least.
-        self._branch = np.zeros(slots.num_slots + 1, np.int32)
         # Slots in rank order, best first: the head is never preempted, the last is first.
         self._running = np.zeros(0, np.intp)
 
@@ -215,7 +208,7 @@ class Scheduler:
             max_steps: the most steps of the launch, at least 2.
         """
         running, table = self._running, self.slots
-        if self._windowed:  # a sequence alone has pages for two chunks beside its window
+        if self.windows.kinds:  # a sequence alone has pages for two chunks beside its window
             max_steps = min(max_steps, self.max_row_tokens)
         length = table.length[running]
         remaining = table.stop_length[running] - length
@@ -267,7 +260,7 @@ class Scheduler:
             running = self._running
             if self._grow(running, self.slots.num_computed[running] + take):
                 return take, total, preempted
-            if self._windowed:  # a shorter chunk leaves its window sooner
+            if self.windows.kinds:  # a shorter chunk leaves its window sooner
                 blocks = self.pool.num_free // self.slots.num_parts
                 shares = budgets.shortened(self.slots, running, take, blocks)
                 if shares and self._grow(running, self.slots.num_computed[running] + shares[0]):
@@ -337,7 +330,7 @@ class Scheduler:
             cached = num_hits * self.pool.page_size
             count = min(num_known - cached, budget, self.max_row_tokens, room)
             slot = self._place(sequence, hits, cached, cached + count)
-            self._branch[slot] = len(matched.blocks[0])
+            self.windows.begin(slot, len(matched.blocks[0]))
             if self.states is not None:
                 self.states.begin(slot, hits[0], len(matched.blocks[0]))
             slots.append(slot)
@@ -369,38 +362,13 @@ class Scheduler:
                 needed -= len(blocks) * kind.num_pages
                 free -= self.pool.num_evictable(blocks)
         num_running = self.num_running + len(slots)
-        if self._windowed:
-            needed += self._reserve(num_known, np.array([*self._running, *slots], np.intp))
+        if self.windows.kinds:
+            running = np.array([*self._running, *slots], np.intp)
+            needed += self.windows.reserve(num_known, running)
         else:
             needed += num_running * table.num_parts
         # If no row runs, all pages are free, and `add` has checked that the sequence fits.
         return free // table.num_parts * size if needed <= free or num_running == 0 else 0
-
-    def _reserve(self, num_known: int, running: np.ndarray) -> int:
-        """Return the free pages that running rows will need, if layers have windows.
-
-        These are the pages that prompts lack, those of the next tokens of each row, and blocks
-        outside the windows until two steps are read. If the last ones do not suffice, chunks become
-        shorter.
-
-        Args:
-            num_known: number of tokens of a waiting sequence.
-            running: the slots of running rows.
-        """
-        table, size = self.slots, self.pool.page_size
-        lengths, counts = table.length[running], table.num_pages[running]
-        pages = 0
-        for number, kind in enumerate(table.kinds):
-            more = size * (NEXT_BLOCKS if kind.window is None else 1)
-            ends = np.minimum(lengths + more, table.stop_length[running])
-            blocks = counts - table.first_pages[number, running]
-            lacking = np.maximum(kind.most_blocks(ends, size, size) - blocks, 0)
-            pages += int(lacking.sum()) * kind.num_pages
-        tokens = num_known + int((lengths - table.num_computed[running]).sum())
-        tokens = min(tokens, 2 * self.max_num_batched_tokens)
-        longest = max(num_known, int(lengths.max(initial=0)))
-        reserve = chunk_pages(table.kinds, longest, tokens, size)
-        return pages + min(reserve, self.pool.num_usable // self.reserve_divisor)
 
     def _place(self, sequence: Sequence, hits: list[np.ndarray], cached: int, end: int) -> int:
         """Give a waiting sequence a slot, with pages for its tokens before `end`. Return the slot.
@@ -480,8 +448,8 @@ class Scheduler:
         self.publisher.note(plan, valid, self._running, ending)
         if self.states is not None:
             self.states.settle(self.states.pending_slots)
-        for kind in self._windowed:
-            self._give_back(plan.slots[valid], kind)
+        for kind in self.windows.kinds:
+            self.windows.give_back(plan.slots[valid], kind, self._publish)
         sequences = table.sequences[owners].tolist()
         finished: list[Sequence] = []
         for slot, is_stop in zip(ending.tolist(), draws.is_stop[last].tolist(), strict=True):
@@ -499,37 +467,10 @@ class Scheduler:
             self._vacate([sequence.slot for sequence in finished], draws.failed is None)
         return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
 
-    def _give_back(self, slots: np.ndarray, kind: int) -> None:
-        # A launch in flight attends only to later blocks.
-        table = self.slots
-        outside = table.kinds[kind].num_outside(table.num_committed[slots], self.pool.page_size)
-        rows = np.flatnonzero(outside > table.first_pages[kind, slots])
-        if not len(rows):
-            return
-        slots, outside = slots[rows], outside[rows]
+    def _publish(self, slots: np.ndarray) -> None:
         self.publisher.publish(slots)
         if self.states is not None:
             self.states.settle(slots.tolist())
-        first = table.first_pages[kind, slots]
-        blocks = table.drop_pages(slots, outside, kind)
-        if len(table.kinds) == 1:
-            self.pool.release(*blocks)
-            return
-        for slot, start, own in zip(slots.tolist(), first.tolist(), blocks, strict=True):
-            is_end = self._ends_prefix(slot, kind, np.arange(start, start + len(own)))
-            self.pool.release(own[is_end])
-            self.pool.release(own[~is_end], is_spare=True)
-
-    def _ends_prefix(self, slot: int, kind: int, nth: np.ndarray) -> np.ndarray:
-        """Return whether blocks are in the window before a position where prompts part.
-
-        These positions are the end of the prompt, and the end of the prefix that was in the cache.
-        """
-        size, window = self.pool.page_size, self.slots.kinds[kind].window
-        assert window is not None
-        last = np.array([int(self.slots.num_prompt[slot]) // size, int(self._branch[slot])])
-        ahead = last - nth[:, None]
-        return ((ahead > 0) & (ahead <= -(-2 * window // size))).any(axis=1)
 
     def _vacate(self, slots: list[int], published: bool = False) -> None:
         # published: whether the full pages of the slots have been published already.
@@ -539,20 +480,8 @@ class Scheduler:
             self.states.end(slots)
         self.pool.release(*self.slots.release(slots))
         if len(self.slots.kinds) > 1 and self.enable_prefix_caching:
-            self._requeue(slots)
+            self.windows.requeue(slots)
         self._running = self._running[self.slots.generation[self._running] > 0]
-
-    def _requeue(self, slots: list[int]) -> None:
-        """Let the blocks of released slots be evicted position by position, the last one first.
-
-        Blocks that were given back while the sequence ran would be evicted first otherwise, and a
-        prefix is of use only with the blocks of all kinds.
-        """
-        table = self.slots
-        for slot in slots:
-            keys = table.page_keys[slot, : table.num_published[slot]]
-            kinds = [self.pool.find(keys, kind) for kind in range(len(table.kinds))]
-            self.pool.touch(np.array(kinds).T[::-1].ravel())
 
     def check(self) -> None:
         """Check all invariants of the scheduler's pages, slots and counters.

@@ -17,6 +17,7 @@ import jax
 import pytest
 
 from jaxserve import LLM, AsyncLLM, CheckpointError, EngineConfig, SamplingParams, UnsupportedModel
+from jaxserve.models import parse_model_config
 from jaxserve.start import weights
 from jaxserve.start.garbage import collection_paused
 from jaxserve.start.plan import make_plan
@@ -30,6 +31,7 @@ from jaxserve.start.sources.find import find_source
 from jaxserve.start.sources.source import CheckpointSource
 from tests.support.checkpoint import save_checkpoint
 from tests.support.quick_code import compile_quickly
+from tests.support.tiny_config import TINY
 
 pytestmark = [pytest.mark.own_engine, pytest.mark.usefixtures("quick_code")]
 
@@ -179,6 +181,7 @@ def test_the_cache_on_cpu_stops_at_what_slots_can_use() -> None:
     settings: dict[str, Any] = {"max_num_seqs": 3, "block_size": 16}
     plain = EngineConfig(**settings, enable_prefix_caching=False).resolve("cpu", 64)
     cached = EngineConfig(**settings).resolve("cpu", 64)
+    model = parse_model_config(dict(TINY))
     slots = 3 * (64 // 16 + 1)  # each with the page to spare that admission asks for
     assert cpu_page_budget(plain, 1 << 10, model) == slots + 1
     assert cpu_page_budget(cached, 1 << 10, model) == 2 * slots + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.scheduling.seeded_pool_bugs import POOL, PUBLISHING, SCHEDULER, SLOTS, Bug
 
+WINDOWS = "jaxserve/scheduling/window_pages.py"
 KINDS = "jaxserve/scheduling/page_kinds.py"
 
 KIND_BUGS = (
@@ -72,9 +73,9 @@ KIND_BUGS = (
     ),
     Bug(
         "a reserve of one step's tokens",
-        SCHEDULER,
-        "tokens = min(tokens, 2 * self.max_num_batched_tokens)",
-        "tokens = min(tokens, self.max_num_batched_tokens)",
+        WINDOWS,
+        "tokens = min(tokens, 2 * self._max_tokens)",
+        "tokens = min(tokens, self._max_tokens)",
         only_slow=True,
     ),
 )

@@ -148,7 +148,7 @@ def test_a_step_of_two_chunks_is_reserved():
     waits = []
     for pages in range(40, 60):
         served = Served(pages=pages, kinds=KINDS, budget=4, slots=2, enable_prefix_caching=False)
-        served.scheduler.reserve_divisor = 1
+        served.scheduler.windows.reserve_divisor = 1
         served.add(16, max_tokens=8)
         for _ in range(6):
             served.step()

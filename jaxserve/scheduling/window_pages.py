@@ -1,0 +1,125 @@
+"""WindowPages: the pages of layers with an attention window, freed while a sequence runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxserve.scheduling.page_kinds import chunk_pages, windowed
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.slot_table import SlotTable
+
+# At most this part of the pool is reserved for chunks of prompts: one in 32 pages.
+RESERVE_DIVISOR = 32
+# Blocks of its next tokens that are reserved for a row in layers without a window, if others have
+# one.
+NEXT_BLOCKS = 8
+
+
+class WindowPages:
+    """Frees blocks outside attention windows, and reserves pages for the chunks that need them.
+
+    Args:
+        pool: the page pool.
+        slots: the slot table.
+        max_tokens: the most tokens of a step.
+
+    Attributes:
+        kinds: numbers of the kinds of pages that have a window.
+    """
+
+    def __init__(self, pool: PagePool, slots: SlotTable, max_tokens: int) -> None:
+        self._pool, self._slots, self._max_tokens = pool, slots, max_tokens
+        self.kinds = tuple(windowed(slots.kinds))
+        self.reserve_divisor = RESERVE_DIVISOR
+        # For each slot the blocks of its prompt of which the first kind was in the prefix cache.
+        self._branch = np.zeros(slots.num_slots + 1, np.int32)
+
+    def begin(self, slot: int, num_matched: int) -> None:
+        """Record how many blocks of a slot's prompt were in the cache, in the first kind."""
+        self._branch[slot] = num_matched
+
+    def reserve(self, num_known: int, running: np.ndarray) -> int:
+        """Return the free pages that running rows will need, if layers have windows.
+
+        These are the pages that prompts lack, those of the next tokens of each row, and blocks
+        outside the windows until two steps are read. If the last ones do not suffice, chunks become
+        shorter.
+
+        Args:
+            num_known: number of tokens of a waiting sequence.
+            running: the slots of running rows.
+        """
+        table, size = self._slots, self._pool.page_size
+        lengths, counts = table.length[running], table.num_pages[running]
+        pages = 0
+        for number, kind in enumerate(table.kinds):
+            more = size * (NEXT_BLOCKS if kind.window is None else 1)
+            ends = np.minimum(lengths + more, table.stop_length[running])
+            blocks = counts - table.first_pages[number, running]
+            lacking = np.maximum(kind.most_blocks(ends, size, size) - blocks, 0)
+            pages += int(lacking.sum()) * kind.num_pages
+        tokens = num_known + int((lengths - table.num_computed[running]).sum())
+        tokens = min(tokens, 2 * self._max_tokens)
+        longest = max(num_known, int(lengths.max(initial=0)))
+        reserve = chunk_pages(table.kinds, longest, tokens, size)
+        return pages + min(reserve, self._pool.num_usable // self.reserve_divisor)
+
+    def give_back(
+        self, slots: np.ndarray, kind: int, publish: Callable[[np.ndarray], None]
+    ) -> None:
+        """Release the blocks of a kind that are outside the windows of slots.
+
+        Args:
+            slots: the slots.
+            kind: the kind.
+            publish: adds the full blocks of slots to the prefix cache, which is done first.
+        """
+        # A launch in flight attends only to later blocks.
+        table = self._slots
+        outside = table.kinds[kind].num_outside(table.num_committed[slots], self._pool.page_size)
+        rows = np.flatnonzero(outside > table.first_pages[kind, slots])
+        if not len(rows):
+            return
+        slots, outside = slots[rows], outside[rows]
+        publish(slots)
+        first = table.first_pages[kind, slots]
+        blocks = table.drop_pages(slots, outside, kind)
+        if len(table.kinds) == 1:
+            self._pool.release(*blocks)
+            return
+        for slot, start, own in zip(slots.tolist(), first.tolist(), blocks, strict=True):
+            is_end = self._ends_prefix(slot, kind, start, len(own))
+            self._pool.release(own[is_end])
+            self._pool.release(own[~is_end], is_spare=True)
+
+    def _ends_prefix(self, slot: int, kind: int, start: int, count: int) -> np.ndarray:
+        """Return bool[count]: whether blocks are in the window before a place where prompts part.
+
+        These places are the end of the prompt, and the end of the prefix that was in the cache.
+
+        Args:
+            slot: the slot.
+            kind: the kind of the blocks, which has a window.
+            start: number of the sequence's blocks before these.
+            count: number of the blocks.
+        """
+        size, window = self._pool.page_size, self._slots.kinds[kind].window
+        assert window is not None
+        last = np.array([int(self._slots.num_prompt[slot]) // size, int(self._branch[slot])])
+        ahead = last - np.arange(start, start + count)[:, None]
+        is_near: np.ndarray = (ahead > 0) & (ahead <= -(-2 * window // size))
+        return np.logical_or.reduce(is_near, axis=1)
+
+    def requeue(self, slots: list[int]) -> None:
+        """Let the blocks of released slots be evicted position by position, the last one first.
+
+        Blocks that were given back while the sequence ran would be evicted first otherwise, and a
+        prefix is of use only with the blocks of all kinds.
+        """
+        table = self._slots
+        for slot in slots:
+            keys = table.page_keys[slot, : table.num_published[slot]]
+            kinds = [self._pool.find(keys, kind) for kind in range(len(table.kinds))]
+            self._pool.touch(np.array(kinds).T[::-1].ravel())
