@@ -248,18 +248,26 @@ class Scheduler:
         if total * table.num_parts > self.pool.num_free:
             return False
         owner, nth = (slots, first) if total == len(slots) else flat_ranges(slots, first, last)
-        for kind, blocks in enumerate(table.page_tables):
-            blocks[owner, nth] = self.pool.allocate(total, kind)
+        allocated = self.pool.allocate(total)
+        if len(table.kinds) == 1:
+            table.page_table[owner, nth] = allocated
+        else:
+            for of_kind, blocks in zip(table.page_tables, allocated, strict=True):
+                of_kind[owner, nth] = blocks
         table.num_pages[slots] = last
         return True
 
     def _grow_running(self) -> tuple[np.ndarray, int, bool]:
-        preempted = False
+        preempted = has_freed = False
         while True:
             take, total = self._share_budget()
             running = self._running
             if self._grow(running, self.slots.num_computed[running] + take):
                 return take, total, preempted
+            if self.windows.kinds and not has_freed:
+                has_freed = True
+                self._give_back(running)
+                continue
             if self.windows.kinds:  # a shorter chunk leaves its window sooner
                 blocks = self.pool.num_free // self.slots.num_parts
                 shares = budgets.shortened(self.slots, running, take, blocks)
@@ -385,12 +393,12 @@ class Scheduler:
         outside = [int(kind.num_outside(cached, size)) for kind in table.kinds]
         shared = [blocks[first:] for blocks, first in zip(hits, outside, strict=True)]
         self.pool.share(np.concatenate(shared))  # before an allocation could evict them
+        allocated = self.pool.allocate(fresh).reshape(len(hits), fresh)
         for kind, (first, blocks) in enumerate(zip(outside, shared, strict=True)):
-            blocks = np.concatenate([blocks, self.pool.allocate(fresh, kind)])
-            table.put_pages(slot, kind, first, blocks)
+            table.put_pages(slot, kind, first, np.concatenate([blocks, allocated[kind]]))
         if cached:
             table.num_computed[slot] = cached
-            table.num_published[slot] = cached // size
+            table.num_published[slot] = table.num_windowed[slot] = cached // size
         if sequence.num_cached < 0:
             sequence.num_cached, sequence.started = cached, self.now
         if self.enable_prefix_caching:
@@ -448,8 +456,8 @@ class Scheduler:
         self.publisher.note(plan, valid, self._running, ending)
         if self.states is not None:
             self.states.settle(self.states.pending_slots)
-        for kind in self.windows.kinds:
-            self.windows.give_back(plan.slots[valid], kind, self._publish)
+        if self.windows.kinds and self.windows.is_due(plan):
+            self._give_back(plan.slots[valid])
         sequences = table.sequences[owners].tolist()
         finished: list[Sequence] = []
         for slot, is_stop in zip(ending.tolist(), draws.is_stop[last].tolist(), strict=True):
@@ -467,10 +475,15 @@ class Scheduler:
             self._vacate([sequence.slot for sequence in finished], draws.failed is None)
         return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
 
-    def _publish(self, slots: np.ndarray) -> None:
+    def _give_back(self, slots: np.ndarray) -> None:
+        if len(self.slots.kinds) > 1:
+            self.windows.give_back(slots)
+            return
+        slots = slots[self.windows.has_outside(slots, 0)]
         self.publisher.publish(slots)
         if self.states is not None:
             self.states.settle(slots.tolist())
+        self.windows.give_back(slots)
 
     def _vacate(self, slots: list[int], published: bool = False) -> None:
         # published: whether the full pages of the slots have been published already.

@@ -42,6 +42,7 @@ class SlotTable:
         num_computed: tokens whose KV is in the cache after all submitted steps have run.
         num_committed: computed tokens of steps whose results the host has read.
         num_published: full pages that were added to the prefix cache.
+        num_windowed: the same for the kinds of pages after the first.
         page_keys [u64, slots + 1, M, WORDS], num_keys: the computed keys of full pages.
         key_state [u64 x 4]: the hash state after the last key (see PageKeys).
         generation [i64]: a number that changes when the slot gets another sequence.
@@ -87,7 +88,7 @@ class SlotTable:
         self.length = column()
         self.num_computed = column()
         self.num_committed = column()
-        self.num_published = column()
+        self.num_published, self.num_windowed = column(), column()
         self.page_keys = column(self.max_pages, WORDS, dtype=np.uint64)
         self.num_keys = column()
         self.key_state = column(LANES, dtype=np.uint64)
@@ -139,7 +140,7 @@ class SlotTable:
         self.length[slot] = num_known
         self.num_computed[slot] = 0
         self.num_committed[slot] = 0
-        self.num_published[slot] = 0
+        self.num_published[slot] = self.num_windowed[slot] = 0
         prefix, sequence.prefix_keys = sequence.prefix_keys, None
         self.num_keys[slot] = 0
         if prefix is not None:
@@ -262,7 +263,9 @@ class SlotTable:
         """
         if self.num_parts == 1:
             return self.page_table.reshape(-1).take(places)
-        blocks = self.page_tables.reshape(len(self.kinds), -1)[:, places]
+        blocks = self.page_tables.reshape(len(self.kinds), -1).take(places, axis=1)
+        if self.num_parts == len(self.kinds):
+            return blocks
         parts = [
             self.block_pages[blocks[number], : kind.num_pages].T
             for number, kind in enumerate(self.kinds)
@@ -288,17 +291,19 @@ class SlotTable:
             columns.append(groups.swapaxes(1, 2).reshape(len(slots), -1))
         return np.concatenate(columns, axis=1)
 
-    def drop_pages(self, slots: np.ndarray, last: np.ndarray, kind: int) -> list[np.ndarray]:
-        """Remove the blocks of a kind before index last[i] from slots[i], and return them by slot.
+    def drop_pages(
+        self, slots: np.ndarray, last: np.ndarray, kind: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Remove the blocks of a kind before index last[i] from slots[i].
 
-        The caller releases them to the pool.
+        Returns:
+            The blocks, which the caller releases to the pool, and for each its slot and its index.
         """
-        first = self.first_pages[kind, slots]
-        owner, nth = flat_ranges(slots, first, last)
-        pages = self.page_tables[kind, owner, nth]
+        owner, nth = flat_ranges(slots, self.first_pages[kind, slots], last)
+        blocks = self.page_tables[kind, owner, nth]
         self.page_tables[kind, owner, nth] = NULL_PAGE
         self.first_pages[kind, slots] = last
-        return np.split(pages, (last - first).cumsum()[:-1])
+        return blocks.astype(np.intp), owner, nth
 
     def put_pages(self, slot: int, kind: int, first: int, pages: np.ndarray) -> None:
         """Make `pages` the blocks of a kind that a slot without blocks holds.
