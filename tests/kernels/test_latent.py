@@ -16,6 +16,8 @@ from pallas_kernels import (
     quantized_latent_write,
     reference,
 )
+from pallas_kernels.cpu.latent import LatentTiles, heads_of_tile
+from tests.kernels.test_cpu_decode import parts_of
 from tests.support.fast_compile import FAST
 from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call
 
@@ -69,15 +71,87 @@ def expected(call: PagedCall, rank: int = RANK) -> jax.Array:
     )
 
 
+@pytest.mark.parametrize("implementation", ["xla", "llvm"])
 @pytest.mark.parametrize("name", SETUPS)
-def test_plain_jax_equals_the_specification(name: str) -> None:
+def test_every_implementation_equals_the_specification(name: str, implementation: str) -> None:
     setup = SETUPS[name]
     with jax.enable_x64(setup.get("dtype") is jnp.float64):
         call = latent_call(MIXED, padding=3, **setup)
-        actual = run(call, "xla")
+        wanted = expected(call)
+        if implementation == "llvm" and call.k_pages.dtype == FP8:
+            call.k_pages = jax.lax.bitcast_convert_type(call.k_pages, jnp.uint8)
+        actual = run(call, implementation)
         assert actual.shape == (*call.q.shape[:2], RANK) and actual.dtype == call.q.dtype
-        assert_close(actual, expected(call), call.q.dtype)
+        assert_close(actual, wanted, call.q.dtype)
         assert not np.asarray(actual)[-3:].any()
+
+
+@pytest.mark.parametrize("heads", [1, 6, 40, 128])
+def test_every_number_of_heads_is_divided_into_tiles(heads: int) -> None:
+    """Of many rows, and of a single decode, which has two tiles for two threads."""
+    for rows in ([(3, 90), (1, 65)], [(1, 150)]):
+        call = latent_call(rows, heads=heads)
+        assert_close(run(call, "llvm"), expected(call), jnp.float32)
+
+
+def cut(call: PagedCall, rows: list[tuple[int, int, int]]) -> list[np.ndarray]:
+    """Return the results of (row, first query, queries) of a call, computed in one other call."""
+    starts, lengths = np.asarray(call.query_start), np.asarray(call.kv_len)
+    tokens, ends, sizes = [], [], []
+    for row, first, number in rows:
+        begin = starts[row] + first
+        tokens += range(begin, begin + number)
+        ends.append(lengths[row] - (starts[row + 1] - starts[row]) + first + number)
+        sizes.append(number)
+    part = PagedCall(
+        jnp.asarray(np.asarray(call.q)[tokens]),
+        call.k_pages,
+        call.v_pages,
+        jnp.asarray(np.asarray(call.page_table)[[row for row, _, _ in rows]]),
+        jnp.asarray(np.concatenate([[0], np.cumsum(sizes)]), jnp.int32),
+        jnp.asarray(ends, jnp.int32),
+        call.options,
+    )
+    return np.split(np.asarray(run(part, "llvm")), np.cumsum(sizes)[:-1])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, jnp.bfloat16])
+def test_a_query_is_the_same_to_the_bit_however_its_prompt_is_cut(dtype) -> None:
+    """Alone, as a decode, behind other rows, and in chunks of any size."""
+    with jax.enable_x64(dtype is jnp.float64):
+        call = latent_call([(40, 40), (300, 700), (64, 130)], heads=6, dtype=dtype)
+        starts = np.asarray(call.query_start)
+        whole = np.split(np.asarray(run(call, "llvm")), starts[1:-1])
+        chunks = [(1, 0, 37), (0, 0, 40), (1, 37, 2), (2, 0, 64), (1, 39, 1), (1, 40, 260)]
+        for (row, first, number), found in zip(chunks, cut(call, chunks), strict=True):
+            np.testing.assert_array_equal(found, whole[row][first : first + number])
+        decode = (1, 299, 1)
+        for rows in ([decode], [decode, (2, 63, 1)]):
+            np.testing.assert_array_equal(cut(call, rows)[0], whole[1][-1:])
+
+
+def test_large_work_is_many_parts_and_a_single_decode_two() -> None:
+    def parts(rows: list[tuple[int, int]], heads: int) -> int:
+        call = latent_call(rows, heads=heads)
+        group = heads_of_tile(heads, len(rows), len(call.q))
+        q = call.q.reshape(len(call.q), heads // group, group, SIZE)
+        kernel = LatentTiles("float32", "float32", 16, group, SIZE, False, "float32", rank=RANK)
+        arrays = q, call.k_pages, call.k_pages, call.page_table, call.query_start, call.kv_len
+        return parts_of(kernel, arrays)
+
+    assert parts([(1, 30), (700, 1500)], 8) > 8
+    assert parts([(1, 5000)], 16) > 1
+    assert parts([(1, 50)], 16) == 1
+
+
+def test_what_is_not_finite_spoils_its_own_row_only() -> None:
+    call = latent_call([(30, 40), (50, 200), (33, 33)])
+    pages = np.array(call.k_pages)
+    pages[int(call.page_table[1, 2]), 0, 5, 3] = np.nan
+    call.k_pages = jnp.asarray(pages)
+    actual, rows = np.asarray(run(call, "llvm")), np.split(np.arange(113), [30, 80])
+    assert np.isfinite(actual[rows[0]]).all() and np.isfinite(actual[rows[2]]).all()
+    assert np.isnan(actual[rows[1]]).any()
 
 
 def test_rows_of_one_query_can_be_said_to_be_that() -> None:
@@ -123,12 +197,17 @@ def test_int8_has_one_scale_for_each_token() -> None:
 WRONG = {
     r"pages has shape \(4, 2, 16, 40\); expected \[P,1,S,C\]": {"kv_heads": 2},
     "rank is 41; allowed: 1 to C = 40": {"rank": 41},
+    "rank is 30; allowed: multiples of 8": {"rank": 30, "implementation": "llvm"},
+    "head dim is 584; allowed: multiples of 8 from 8 to 576": {
+        "head_dim": 584,
+        "implementation": "llvm",
+    },
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_arguments_are_named(message: str) -> None:
     setup = {"kv_heads": 1, "head_dim": SIZE, **WRONG[message]}
-    rank = setup.pop("rank", RANK)
+    rank, implementation = setup.pop("rank", RANK), setup.pop("implementation", "xla")
     with pytest.raises(ValueError, match=message):
-        run(paged_call([(1, 2)], **setup), "xla", rank)
+        run(paged_call([(1, 2)], **setup), implementation, rank)
