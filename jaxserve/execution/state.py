@@ -22,8 +22,8 @@ from jaxserve.models import ModelConfig
 from jaxserve.models.expert_places import place_counts
 from jaxserve.models.linear import accumulator
 from jaxserve.models.mixers import Kept
-from jaxserve.models.paged import KVPages
-from jaxserve.models.shards import AXIS, local_kv_heads
+from jaxserve.models.paged import LayerPages
+from jaxserve.models.shards import AXIS, local_cells
 from pallas_kernels.arguments import FP8, FP8_BITS, INT8
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
 
@@ -119,7 +119,7 @@ class DeviceState:
     second copy. The pages start as zeros, so that an unused cell never contains a NaN.
     """
 
-    kv: list[KVPages]  # one per layer with attention
+    kv: list[LayerPages]  # one per layer with attention
     page_table: Int32[Array, "slots_plus_1 M"]  # the entries sent so far (see `page_table`)
     last_token: Int32[Array, " slots_plus_1"]  # the newest sampled token of each slot
     sampler: SamplerState
@@ -202,10 +202,11 @@ def memory_kinds(
     """
     # A head that is replicated, or whose positions are sharded, counts once per device.
     devices = config.split.devices
-    cells = (local_kv_heads(config) * devices, page_size // config.split.context)
-    page = (jax.ShapeDtypeStruct((*cells, config.head_dim), dtype),) * 2
+    cells = (local_cells(config) * devices, page_size // config.split.context)
+    arrays = 2 if config.latent is None else 1  # latents are keys and values
+    page = (jax.ShapeDtypeStruct((*cells, config.head_dim), dtype),) * arrays
     if dtype == INT8:
-        page += (jax.ShapeDtypeStruct(cells, SCALE),) * 2
+        page += (jax.ShapeDtypeStruct(cells, SCALE),) * arrays
     layers, window = config.num_page_layers, config.layers.window
     row = jax.tree.map(_unit, jax.eval_shape(lambda: make_sampler_state(0, config.vocab_size)))
     kinds = (

@@ -214,7 +214,9 @@ class Attention(nnx.Module):
             key = rotate(key, cos_sin, self.interleaved)
         if self.growth is not None:
             query = query * _growth(self.growth, step.positions, query.dtype)
-        kv = write_kv((key, val), kv, self._cells(step), step.others, self._scales(kv))
+        kv = write_kv(
+            (key, val), kv, own_cells(step, self.axis, self.context), step.others, self._scales(kv)
+        )
         return query, kv, None
 
     def _placed_at_once(
@@ -249,7 +251,7 @@ class Attention(nnx.Module):
             qkv,
             cos_sin,
             *kv[:2],
-            self._cells(step),
+            own_cells(step, self.axis, self.context),
             QkvOptions(**options),
             dtype=x.dtype,
             implementation=step.others,
@@ -339,18 +341,25 @@ class Attention(nnx.Module):
         sinks = None if sinks is None else sinks.reshape(-1)
         return merge_parts(parts, sinks).astype(query.dtype)
 
-    def _cells(self, step: PagedStep) -> Int32[Array, " T"]:
-        if self.context == 1 or self.axis is None:
-            return step.slot_mapping
-        # Numbers of cells on this device, or -1 for positions on other devices.
-        cell, number = step.slot_mapping, device_index(self.axis) % self.context
-        return jnp.where((cell >= 0) & (cell % self.context == number), cell // self.context, -1)
-
     def _scales(self, kv: KVPages) -> dict[str, Any]:
         if self.kv_scales is None or len(kv) == 4:
             return scales_of(kv)
         key, value = self.kv_scales[...]
         return {"k_scale": key, "v_scale": value}
+
+
+def own_cells(step: PagedStep, axis: str | None, context: int) -> Int32[Array, " T"]:
+    """Return the cell of each token in the cache of this device, or -1 for positions elsewhere.
+
+    Args:
+        step: the batch, with the cells in the whole cache.
+        axis: mesh axis, or None for one device.
+        context: number of devices that divide the positions between them.
+    """
+    if context == 1 or axis is None:
+        return step.slot_mapping
+    cell, number = step.slot_mapping, device_index(axis) % context
+    return jnp.where((cell >= 0) & (cell % context == number), cell // context, -1)
 
 
 def scales_of(kv: KVPages) -> dict[str, Float[Array, "P K S"]]:

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     Scales = Float32[Array, "P K S"]
     # One layer's k_pages and v_pages, and the scales of each if pages are int8.
     KVPages = tuple[Pages, Pages] | tuple[Pages, Pages, Scales, Scales]
+    # With latent attention, the pages of latents, and their scales if pages are int8.
+    LatentPages = tuple[Pages] | tuple[Pages, Scales]
+    LayerPages = KVPages | LatentPages
     States = tuple[Shaped[Array, "places ..."], ...]
 else:  # for modules that run without jaxtyping
-    KVPages = States = tuple[jax.Array, ...]
+    KVPages = LatentPages = LayerPages = States = tuple[jax.Array, ...]
 
 # "group": the query heads that share a kv head (in the fused projection also its key and value).
 LogicalAxis = Literal[

@@ -15,7 +15,7 @@ from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import attention, decoder, experts, latent, read_model_config
 from jaxserve.models.config.model_config import IGNORED, NEUTRAL
 from jaxserve.models.registry import ARCHITECTURES
-from pallas_kernels import grouped_matmul, ragged_paged_attention
+from pallas_kernels import grouped_matmul, latent_attention, ragged_paged_attention
 from tests.models.cases import CASES, FULL, SLIDING, family_of, fields_of
 from tests.models.tiny_models import load, reference_logits
 from tests.support.fast_compile import FAST
@@ -588,10 +588,12 @@ def attention_is_compiled_once():
     """Compile attention's loops once, while all other code is compiled by operation."""
     static = "implementation"
     compiled = jax.jit(ragged_paged_attention, static_argnames=static, compiler_options=FAST)
+    static = "one_query", "implementation"
+    latents = jax.jit(latent_attention, static_argnames=static, compiler_options=FAST)
     product = jax.jit(grouped_matmul, static_argnames="implementation", compiler_options=FAST)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "ragged_attention", compiled)
-        patch.setattr(latent, "ragged_attention", compiled)
+        patch.setattr(latent, "attend_latents", latents)
         patch.setattr(experts, "grouped_matmul", product)
         patch.setattr(decoder, "run_layer", decoder.run_layer.__wrapped__)
         yield

@@ -34,9 +34,9 @@ class Latent:
         return self.plain + self.rotary
 
     @property
-    def cached(self) -> int:
-        """Size of a head in the KV cache, where the shorter of key and value is padded."""
-        return max(self.key, self.value)
+    def cell(self) -> int:
+        """Numbers of a token in the cache: the latent of keys and values, and the rotated key."""
+        return self.rank + self.rotary
 
 
 ReadLatent = Callable[[Fields], Latent | None]

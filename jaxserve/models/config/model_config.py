@@ -96,11 +96,11 @@ class ModelConfig:
     `use_qk_norm` is the switch of families that have one. `dtype` is the dtype that the checkpoint
     declares, by default "float32". `local_rope` is the rotary embedding of layers with a window, if
     it differs. `attention_bias` applies to queries, keys and values, `output_bias` to the
-    projection after attention. `head_dim` is the size of a head in the cache. `experts`, `latent`
-    and `recurrent` (sizes of layers with states) are None for models without them. `extra_layers`
-    counts layers of the checkpoint that are not read. `wrapper` names the multimodal architecture
-    that contains this text model. `split` is the division over devices. The class is hashable, so
-    that modules can hold it.
+    projection after attention. `head_dim` is the size of a head in the cache, or of a cell with
+    latent attention. `experts`, `latent` and `recurrent` (sizes of layers with states) are None for
+    models without them. `extra_layers` counts layers of the checkpoint that are not read. `wrapper`
+    names the multimodal architecture that contains this text model. `split` is the division over
+    devices. The class is hashable, so that modules can hold it.
     """
 
     architecture: str
@@ -297,7 +297,7 @@ def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[st
             allowed = f"a multiple of num_attention_heads ({heads}) if no head_dim"
             fields.refuse("hidden_size", allowed)
     else:
-        head_dim = latent.cached
+        head_dim = latent.cell
         if kv_heads != heads:
             fields.refuse("num_key_value_heads", f"num_attention_heads ({heads}), or nothing")
     if heads % kv_heads:

@@ -129,7 +129,7 @@ def _attention(config: ModelConfig) -> list[WeightName]:
     layer = [
         WeightName("self_attn.kv_a_proj_with_mqa.weight", "J D -> D J", "attention.down"),
         WeightName("self_attn.kv_a_layernorm.weight", "C -> C", "attention.norm.scale"),
-        WeightName("self_attn.kv_b_proj.weight", "(K B) C -> C K B", "attention.up"),
+        *_projections_of_heads(config),
         WeightName("self_attn.o_proj.weight", "D (K U) -> K U D", "attention.out"),
     ]
     if config.attention_bias:
@@ -149,6 +149,23 @@ def _attention(config: ModelConfig) -> list[WeightName]:
         bias = WeightName("self_attn.q_a_proj.bias", "L -> L", "attention.query_down_bias")
         layer.append(bias)
     return [*layer, norm, down, up]
+
+
+def _projections_of_heads(config: ModelConfig) -> list[WeightName]:
+    # In the file the rows of each head are those of its keys, then those of its values.
+    latent, heads = config.latent, config.num_attention_heads
+    assert latent is not None
+    name, each, parts = "self_attn.kv_b_proj.weight", latent.plain + latent.value, []
+    for head in range(heads):
+        rows = head * each, heads * each
+        parts.append(
+            WeightName(name, "B C -> B C", "attention.key_up", (head,), 2 * head, rows=rows)
+        )
+        rows = head * each + latent.plain, heads * each
+        parts.append(
+            WeightName(name, "U C -> C U", "attention.value_up", (head,), 2 * head + 1, rows=rows)
+        )
+    return parts
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
