@@ -54,6 +54,8 @@ PROJECTIONS: Mapping[LogicalAxes, int] = MappingProxyType(
         ("kv_heads", "head_dim", "embed"): 2,
     }
 )
+HEAD_KEYS: LogicalAxes = ("kv_heads", "head_dim", "latent")
+"""The axes of the projection of keys from latents, which multiplies queries."""
 # The same for experts, and for heads with a matrix each. The first dimension is the expert or head,
 # the second the input of its matrix.
 EXPERTS: frozenset[LogicalAxes] = frozenset(
@@ -61,7 +63,7 @@ EXPERTS: frozenset[LogicalAxes] = frozenset(
         ("experts", "embed", "gate_up", "mlp"),
         ("experts", "embed", "mlp"),
         ("experts", "mlp", "embed"),
-        ("kv_heads", "head_dim", "latent"),
+        HEAD_KEYS,
         ("kv_heads", "latent", "head_dim"),
     }
 )

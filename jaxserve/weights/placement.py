@@ -26,10 +26,10 @@ from jaxserve.weights.fused_parameters import (
     by_path,
     contracted,
     dequantized,
-    fused_parameter,
     holds_experts,
     quantized_experts,
 )
+from jaxserve.weights.heads import quantized_parameter
 from jaxserve.weights.layouts import PLACED, laid_out, output_major
 from jaxserve.weights.pieces import placed_parts
 from jaxserve.weights.quantize import in_groups, quantize
@@ -193,6 +193,7 @@ def read_packed(
     """
     plain = {weight.path: weight.name for weight in checkpoint.table}
     values: dict[str, Any] = {}
+    reported: set[str] = set()  # tensors with parts of several parameters are reported once
     for path, weights in by_path(checkpoint.packed_table).items():
         if path in plain:
             raise CheckpointError(
@@ -205,7 +206,9 @@ def read_packed(
             value = placement.quantized(path, value)
         values[path] = placement.placed(path, value)
         del value
-        report(sum(checkpoint.packed[name].num_bytes for name in {w.name for w in weights}))
+        names = {weight.name for weight in weights} - reported
+        reported |= names
+        report(sum(checkpoint.packed[name].num_bytes for name in names))
     return values
 
 
@@ -222,7 +225,7 @@ def read_parameter(
     """
     matrices = {name: checkpoint.packed[name].read() for name in {w.name for w in weights}}
     parts = [(weight, matrices[weight.name]) for weight in weights]
-    quantized = fused_parameter(parts, parameter, dims)
+    quantized = quantized_parameter(parts, parameter, dims)
     if quantized is not None:
         rounds = checkpoint.packed[weights[0].name].stored.rounds_rows
         return TokenRounded(quantized) if rounds else quantized

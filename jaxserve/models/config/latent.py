@@ -19,6 +19,8 @@ class Latent:
         plain, rotary: number of dimensions of a query or key head without and with rotation.
         value: size of a value head.
         interleaved: the checkpoint pairs neighbouring dimensions for the rotation.
+        divided: the checkpoint has a matrix of keys and one of values for each head, as GGUF files
+            do. Otherwise it has one matrix.
     """
 
     query_rank: int | None
@@ -27,6 +29,7 @@ class Latent:
     rotary: int
     value: int
     interleaved: bool
+    divided: bool = False
 
     @property
     def key(self) -> int:

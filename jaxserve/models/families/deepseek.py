@@ -5,11 +5,9 @@ are dense. Reference implementations: `DeepseekV2ForCausalLM` and `DeepseekV3For
 Face Transformers. The modules that predict further tokens are not used.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
-
-import numpy as np
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models.config.experts import MAX_SCALE, Experts, expert_counts, expert_width
@@ -19,7 +17,7 @@ from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rules import ROUTING, ConfigRules
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope_scaling
-from jaxserve.models.gguf.rules import EXPERTS, ROUTER, TENSORS, GgufRules, Join, Shape
+from jaxserve.models.gguf.rules import EXPERTS, ROUTER, TENSORS, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     GATE,
@@ -155,16 +153,19 @@ def _projections_of_heads(config: ModelConfig) -> list[WeightName]:
     # In the file the rows of each head are those of its keys, then those of its values.
     latent, heads = config.latent, config.num_attention_heads
     assert latent is not None
-    name, each, parts = "self_attn.kv_b_proj.weight", latent.plain + latent.value, []
+    keys, values, parts = "attention.key_up", "attention.value_up", list[WeightName]()
+    name, each = "self_attn.kv_b_proj.weight", latent.plain + latent.value
     for head in range(heads):
+        if latent.divided:
+            apart = f"self_attn.k_b_proj.{head}.weight"
+            parts.append(WeightName(apart, "C B -> B C", keys, (head,)))
+            apart = f"self_attn.v_b_proj.{head}.weight"
+            parts.append(WeightName(apart, "U C -> C U", values, (head,)))
+            continue
         rows = head * each, heads * each
-        parts.append(
-            WeightName(name, "B C -> B C", "attention.key_up", (head,), 2 * head, rows=rows)
-        )
+        parts.append(WeightName(name, "B C -> B C", keys, (head,), 2 * head, rows=rows))
         rows = head * each + latent.plain, heads * each
-        parts.append(
-            WeightName(name, "U C -> C U", "attention.value_up", (head,), 2 * head + 1, rows=rows)
-        )
+        parts.append(WeightName(name, "U C -> C U", values, (head,), 2 * head + 1, rows=rows))
     return parts
 
 
@@ -217,20 +218,6 @@ def _finish_router(gguf: GgufMetadata, raw: Raw) -> None:
         raw["topk_method"] = "group_limited_greedy" if grouped else "greedy"
 
 
-def _latent_shape(shapes: Sequence[Shape]) -> Shape:
-    (heads, rank, plain), (others, value, width) = shapes
-    if others != heads or width != rank:
-        raise ValueError
-    return heads * (plain + value), rank
-
-
-def _join_latent(parts: Sequence[np.ndarray]) -> np.ndarray:
-    # Join the keys [N, C, A] and the values [N, U, C] of each head to [N (A + U), C].
-    keys, values = parts
-    rows = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
-    return rows.reshape(-1, rows.shape[-1])
-
-
 _NEUTRAL: Mapping[str, Any] = MappingProxyType({"mlp_bias": False, "moe_layer_freq": 1})
 _IGNORED = ROUTING | {"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
 GGUF = GgufRules(
@@ -274,13 +261,11 @@ GGUF = GgufRules(
         "rope.scaling.yarn_log_multiplier",
     }),
     experts=EXPERTS,
-    joins=(
-        Join(
-            "self_attn.kv_b_proj.weight",
-            ("attn_k_b.weight", "attn_v_b.weight"),
-            _latent_shape,
-            _join_latent,
-        ),
+    heads=MappingProxyType(
+        {
+            "attn_k_b": "model.layers.{}.self_attn.k_b_proj.{}.weight",
+            "attn_v_b": "model.layers.{}.self_attn.v_b_proj.{}.weight",
+        }
     ),
     latent=True,
 )  # fmt: skip
