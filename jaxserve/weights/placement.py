@@ -94,7 +94,7 @@ class Placement:
             return best_rows(rows, forms).as_weight(outputs, values.dtype.name)
         contract = contracted(parameter)
         if form is not None and holds_experts(parameter):
-            return quantized_experts(values, form)
+            return quantized_experts(values, form, stacked_form(parameter))
         if form is None or contract is None:
             return values
         flat = values.reshape(flat_shape(values.shape, contract)).astype(np.float32, copy=False)
@@ -166,6 +166,15 @@ def in_blocks(parameter: nnx.Param[Any], form: str | None, panels: bool) -> int 
     contract = block_inputs(parameter)
     inputs = prod(parameter.shape[:contract] if contract else parameter.shape[1:])
     return None if contract is None or inputs % FORMATS["Q4_1"].size else contract
+
+
+def stacked_form(parameter: nnx.Param[Any]) -> str:
+    """Return the GGUF format whose scales "int4" has in a parameter of experts or heads.
+
+    Experts have 4 bits. The matrices of heads are small and have the bits of other short rows.
+    """
+    is_experts = parameter.get_metadata()["axes"][0] == "experts"
+    return "Q4_1" if is_experts else grouped_form(parameter.shape[1])
 
 
 def read_packed(

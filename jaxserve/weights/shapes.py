@@ -41,7 +41,13 @@ from jaxserve.weights.host_matrix import FLOAT16, HostMatrix
 from jaxserve.weights.layouts import block_panels, laid_out, output_major
 from jaxserve.weights.model_weights import filled, parameters_of
 from jaxserve.weights.pieces import joined_place
-from jaxserve.weights.placement import SCALES_AXES, in_blocks, scales_of, scales_parameter
+from jaxserve.weights.placement import (
+    SCALES_AXES,
+    in_blocks,
+    scales_of,
+    scales_parameter,
+    stacked_form,
+)
 from jaxserve.weights.quantized_tensors import kv_scale_of
 from jaxserve.weights.stacked_blocks import MXFP4
 from jaxserve.weights.tensors import StoredTensors
@@ -229,7 +235,7 @@ def _quantized(
         return _full(parameter)
     inputs, outputs = _matrix_shape(parameter)
     if form == "int4":
-        name = "Q4_1" if is_experts else grouped_form(inputs)
+        name = stacked_form(parameter) if is_experts else grouped_form(inputs)
         return _weight(described_codes(name, (inputs, outputs)), parameter)
     matrix = HostMatrix.described(form, (inputs, outputs), inputs, np.float32)
     return _weight(matrix, parameter)

@@ -222,8 +222,8 @@ def _renamed(
 ) -> Iterator[GgufTensor]:
     """Yield a GGUF tensor's entry under its Hugging Face name.
 
-    A tensor of all experts or heads yields one matrix for each, and fused queries, keys and values yield
-    three tensors.
+    A tensor of all experts or heads yields one matrix for each, and fused queries, keys and values
+    yield three tensors.
     """
     expert = re.fullmatch(r"blk\.(\d{1,5})\.(\w+?)(?:_exps|\.(\d{1,5}))\.weight", entry.name)
     if expert is not None and expert[2] in rules.experts:
