@@ -76,8 +76,9 @@ MAX_LEN = LONGEST_PROMPT + LONGEST_OUTPUT + 2
 SLOTS = 5
 DEVICE_PAGES = 400
 DEVICE_SNAPSHOTS = 40
-# Families beside Qwen3 that the oracle computes: their layers keep states.
+# Families beside Qwen3 that the oracle computes: their layers keep states or latents.
 ORACLES = (
+    "deepseek_v3",
     *("lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h"),
     *("granitemoehybrid", "falcon_h1", "bamba", "olmo_hybrid"),
 )
