@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.collectives import device_index, heads_of_group, parts_of_group
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.config.rope import YarnScaling
+from jaxserve.models.config.rope import Rope, YarnScaling
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.layers import Norm
 from jaxserve.models.linear import (
@@ -80,10 +80,7 @@ class Attention(nnx.Module):
         self.context = config.split.context
         self.window, self.scale = window, config.scales.attention
         self.soft_cap, self.interleaved = config.scales.attention_cap, traits.interleaved
-        scaling = config.rope.scaling
-        self.growth = None
-        if isinstance(scaling, YarnScaling) and scaling.query_beta > 0:
-            self.growth = scaling
+        self.growth = growing(config.rope)
         heads: LogicalAxes = ("embed", "kv_heads", "group", "head_dim")
         shape: tuple[int, ...] = (embed, kv_heads, group + 2, head_dim)
         has_pairs = traits.gated == "numbers"
@@ -213,7 +210,7 @@ class Attention(nnx.Module):
             query = rotate(query, cos_sin, self.interleaved)
             key = rotate(key, cos_sin, self.interleaved)
         if self.growth is not None:
-            query = query * _growth(self.growth, step.positions, query.dtype)
+            query = query * growth_at(self.growth, step.positions, query.dtype)
         kv = write_kv(
             (key, val), kv, own_cells(step, self.axis, self.context), step.others, self._scales(kv)
         )
@@ -421,9 +418,16 @@ def _mean_squares(
     return jnp.stack(means, axis=1)
 
 
-def _growth(
+def growing(rope: Rope) -> YarnScaling | None:
+    """Return the scaling of a rotary embedding if it says that queries grow with the position."""
+    scaling = rope.scaling
+    return scaling if isinstance(scaling, YarnScaling) and scaling.query_beta > 0 else None
+
+
+def growth_at(
     scaling: YarnScaling, positions: Int32[Array, " T"], dtype: DTypeLike
 ) -> Float[Array, "T 1 1"]:
+    """Return the factor of each token's queries, 1 + query_beta * log(1 + position // original)."""
     times = (positions // scaling.original_max_position_embeddings).astype(accumulator(dtype))
     return (1.0 + scaling.query_beta * jnp.log1p(times))[:, None, None].astype(dtype)
 

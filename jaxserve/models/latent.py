@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.models.attention import own_cells, part_attention, rotate
+from jaxserve.models.attention import growing, growth_at, own_cells, part_attention, rotate
 from jaxserve.models.collectives import device_index, heads_of_group, parts_of_group
 from jaxserve.models.config.latent import Latent
 from jaxserve.models.config.model_config import ModelConfig
@@ -65,7 +65,7 @@ class LatentAttention(nnx.Module):
     ) -> None:
         embed, heads = config.hidden_size, config.num_attention_heads
         self.latent, self.scale = latent, softmax_scale(latent, config.rope)
-        self.split = config.split
+        self.split, self.growth = config.split, growing(config.rope)
         rank, biased = latent.query_rank, config.attention_bias
         if rank is None:
             self.query_down = self.query_down_bias = self.query_norm = None
@@ -110,7 +110,7 @@ class LatentAttention(nnx.Module):
         Returns:
             The projected output, [T, D], and the updated cache pages.
         """
-        query = self._queries(x, cos_sin, step.others)
+        query = self._queries(x, cos_sin, step)
         kv = self._written(x, cos_sin, step, kv)
         attended = self._attend(query, kv, step)
         attended = _by_head(attended, self.value_up[...], step.others)
@@ -118,17 +118,20 @@ class LatentAttention(nnx.Module):
         return matmul(attended, out, contract=2, bias=bias, split=self.split), kv
 
     def _queries(
-        self, x: Float[Array, "T D"], cos_sin: CosSin | None, implementation: str
+        self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep
     ) -> Float[Array, "T N C"]:
         """Return the queries of cells: the absorbed projection of keys, and the rotated part."""
         if self.query_down is not None and self.query_norm is not None:
             x = matmul(x, self.query_down[...], bias=value_of(self.query_down_bias))
             x = self.query_norm(x)
         query = matmul(x, self.query[...])
+        if self.growth is not None:
+            query = query * growth_at(self.growth, step.positions, query.dtype)
         plain, rotary = query[..., : self.latent.plain], query[..., self.latent.plain :]
         if cos_sin is not None:
             rotary = rotate(rotary, cos_sin, self.latent.interleaved)
-        return jnp.concatenate([_by_head(plain, self.key_up[...], implementation), rotary], axis=-1)
+        absorbed = _by_head(plain, self.key_up[...], step.others)
+        return jnp.concatenate([absorbed, rotary], axis=-1)
 
     def _written(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: LatentPages
