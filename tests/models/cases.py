@@ -101,6 +101,7 @@ SIZES: dict[str, Any] = {
 # By prefix of a case's name: Transformers' names, and fields of every case of the family.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
+    "mistral4": ("Mistral4", {**EXPERTS, "rope_parameters": GROWING}),
     "mistral": ("Mistral", {"sliding_window": 9}),
     "ministral3": (
         "Ministral3",
@@ -238,7 +239,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**EXPERTS}),
     "deepseek_v3": ("DeepseekV3", {**EXPERTS, "n_group": 3, "topk_group": 2}),
     "glm4_moe_lite": ("Glm4MoeLite", {**LITE, "n_group": 3, "topk_group": 2}),
-    "mistral4": ("Mistral4", {**EXPERTS, "rope_parameters": GROWING}),
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True}),
     "glm": ("Glm", {"head_dim": 16, "attention_bias": True}),
     "gemma2": (
@@ -517,8 +517,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mistral4_growing": {},
     "mistral4_groups_tied": {
-        "n_group": 2,
-        "topk_group": 1,
+        "n_group": 3,
+        "topk_group": 2,
         "tie_word_embeddings": True,
         "num_experts_per_tok": 3,
         "first_k_dense_replace": 0,

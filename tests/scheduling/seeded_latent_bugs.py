@@ -31,9 +31,9 @@ LATENT_BUGS = (
         "latent = joint[:, :rank]",
     ),
     _layer(
-        "queries are rotated in the latent too",
-        "return jnp.concatenate([_by_head(plain, self.key_up[...], implementation), rotary], axis=-1)",
-        "return jnp.concatenate([rotary, _by_head(plain, self.key_up[...], implementation)], axis=-1)",
+        "the rotary part of queries comes first",
+        "return jnp.concatenate([absorbed, rotary], axis=-1)",
+        "return jnp.concatenate([rotary, absorbed], axis=-1)",
     ),
     Bug(
         "latents: plain JAX reads values from the rotary part",

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash (Z.ai 2026): the computation of DeepSeek-V3, with a list of the layers with experts.
+"""GLM-4.7-Flash (Z.ai 2026): DeepSeek-V3 with a list of the layers with experts.
 
 Reference implementation: `Glm4MoeLiteForCausalLM` in Hugging Face Transformers. GGUF files are
 declared as `deepseek2`. The layer that predicts a further token is not used.
