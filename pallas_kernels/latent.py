@@ -34,7 +34,7 @@ def latent_attention(
 ) -> jax.Array:
     """Compute causal attention of rows of any length over their pages of latents.
 
-    Rows, positions and padding are those of ``ragged_paged_attention``.
+    Rows, positions and padding are as in ``ragged_paged_attention``.
 
     Args:
         query: [T,N,C] queries, bfloat16, float16, float32 or float64.

@@ -67,10 +67,10 @@ def as_attention(
     query_start: jax.Array,
     kv_len: jax.Array,
 ) -> AttentionArrays:
-    """Return the arrays of a ``latent_attention`` call as those of attention with one kv head.
+    """Return the arrays of a ``latent_attention`` call for attention with one kv head.
 
     Keys and values are then whole cells, and the first `rank` numbers of a result are the result
-    of the call. The arguments are those of ``latent_attention``.
+    of the call. The arguments are as in ``latent_attention``.
     """
     return AttentionArrays.of(query, pages, pages, page_table, query_start, kv_len)
 

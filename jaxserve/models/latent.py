@@ -143,7 +143,7 @@ class LatentAttention(nnx.Module):
             rotary = rotate(rotary, cos_sin, self.latent.interleaved)
         latent = self.norm(joint[:, :rank])
         if isinstance(self.key_up[...], TokenRounded):
-            # Keys and values are projected from the rounded latent, so that is what is cached.
+            # Keys and values are projected from the rounded latent, which is cached.
             numbers, scales = rounded_rows(latent)
             latent = (numbers * scales).astype(latent.dtype)
         new = jnp.concatenate([latent, rotary[:, 0]], axis=-1)

@@ -59,10 +59,10 @@ def heads_of(
         firsts = [part.rows[0] for part, _ in parts if part.rows is not None]
         return transposed(matrix, firsts, shape[1])
     plain = replace(matrix, order=None)
-    own = [replace(part, index=(...,)) for part, _ in parts]  # within the matrix of the head
+    places = [replace(part, index=(...,)) for part, _ in parts]  # within the matrix of the head
 
     def matrix_of(head: int) -> HostMatrix:
-        return joined([(own[head], plain)], shape[2:], 1, dims)
+        return joined([(places[head], plain)], shape[2:], 1, dims)
 
     return replace(stacked(matrix_of, len(parts), shape[2:], dtype), order=matrix.order)
 

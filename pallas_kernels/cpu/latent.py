@@ -1,6 +1,6 @@
 """Causal attention over pages of latents, on CPU: tiles of heads and queries, blocks of cells.
 
-The products are those of `ragged.py`. All heads of a token read the same cells, so a tile has the
+The products are as in `ragged.py`. All heads of a token read the same cells, so a tile has the
 queries of many heads, and a decode reads each cell once. A block of cells is gathered once, for the
 keys and the values. Decodes and prompts have the same form, and every sum runs over the tokens in
 blocks that are counted from position 0. So a result is the same to the bit for any other rows and
@@ -24,7 +24,7 @@ from pallas_kernels.cpu.ffi import NAMES, registered
 from pallas_kernels.cpu.handler import Field
 from pallas_kernels.cpu.ir_builder import I32, LINE, Code, const, element_bytes
 from pallas_kernels.cpu.paged import BLOCK
-from pallas_kernels.cpu.ragged import PagedTiles, Tile
+from pallas_kernels.cpu.ragged import PagedTile, PagedTiles
 from pallas_kernels.latent_arguments import LatentOptions
 
 MOST_HEADS = 64  # heads of a tile
@@ -35,7 +35,7 @@ NEAR = 2  # the cache that the next block is prefetched to
 class LatentTiles(PagedTiles):
     """CPU kernel (generator of LLVM IR) for attention of rows over pages of latents, in tiles.
 
-    Its operands are those of `PagedTiles`. Keys and values are the same pages, of one kv head, and
+    Its operands are as in `PagedTiles`. Keys and values are the same pages, of one kv head, and
     the heads of the queries [T, tiles, group, head_dim] are divided into tiles of `group` heads.
     """
 
@@ -59,11 +59,11 @@ class LatentTiles(PagedTiles):
         *others, _, tokens = super().fields
         return (*others, Field(0, 1), tokens)
 
-    def tile(self) -> Tile:
+    def tile(self) -> PagedTile:
         return _LatentTile(self)
 
 
-class _LatentTile(Tile):
+class _LatentTile(PagedTile):
     """Generator of the LLVM function that computes attention of queries of one tile of heads."""
 
     shared = True

@@ -93,9 +93,9 @@ class PagedTiles(PagedKernel):
                         numbers = [row, head, token, number, position, first, stop]
                         code.call(tile, [*fields, *numbers])
 
-    def tile(self) -> Tile:
+    def tile(self) -> PagedTile:
         """Return the generator of the function that computes attention of a tile."""
-        return Tile(self)
+        return PagedTile(self)
 
     @property
     def value_size(self) -> int:
@@ -158,7 +158,7 @@ def _total(code: Code, kernel: PagedTiles, fields: Sequence[Any]) -> Any:
     return code.mul(sums[0], fields[-2])
 
 
-class Tile(PagedCode):
+class PagedTile(PagedCode):
     """Generator of the LLVM function that computes attention of a query tile of one kv head.
 
     Where `shared` is true, all heads read the same cells as keys and, in part, as values.
