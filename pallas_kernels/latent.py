@@ -116,4 +116,6 @@ def quantized_latent_write(
     if pages.dtype != INT8:
         raise ValueError(f"pages has dtype {pages.dtype}; allowed: int8")
     latent_write_case(new, pages, slot_mapping, scale)
-    return xla.quantized_write(new[:, None], pages, scale, xla.cells_of(pages, slot_mapping))
+    cells = new[:, None], new[:, None]
+    written = xla.quantized_kv_write(*cells, pages, pages, scale, scale, slot_mapping)
+    return written[0], written[2]

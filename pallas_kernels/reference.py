@@ -120,19 +120,6 @@ def paged_decode_attention(
     return ragged_paged_attention(arrays._replace(query_start=query_start), options)
 
 
-def latent_attention(arrays: AttentionArrays, options: AttentionOptions, rank: int) -> jax.Array:
-    """Compute causal attention over pages of latents, token by token: [T,N,rank] of q's dtype.
-
-    The keys are whole cells, and the values their first `rank` numbers.
-
-    Args:
-        arrays: queries [T,N,C], and the pages [P,1,S,C] as keys and as values.
-        options: scale of the scores, and the scale of the pages as that of keys and of values.
-        rank: numbers of a value.
-    """
-    return ragged_paged_attention(arrays, options)[..., :rank]
-
-
 def store_cast(values: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """Divide keys or values [T,K,H] by scale [K], and cast to `dtype`. float8 saturates at 448."""
     wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
@@ -165,14 +152,6 @@ def kv_write(
         return pages.at[page, :, offset].set(store_cast(values, scale, pages.dtype), mode="drop")
 
     return put(k_pages, k, k_scale), put(v_pages, v, v_scale)
-
-
-def latent_write(
-    new: jax.Array, pages: jax.Array, slot_mapping: jax.Array, scale: jax.Array | None = None
-) -> jax.Array:
-    """Store latents [T,C] in their pages [P,1,S,C]. Return the new pages."""
-    cells = new[:, None]
-    return kv_write(cells, cells, pages, pages, slot_mapping, k_scale=scale, v_scale=scale)[0]
 
 
 def to_codes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -465,6 +444,27 @@ def conv_recurrence(
     else:
         y, state = mamba2(mixed, gates, states[1], constants, rows, options)
     return y, (conv, state)
+
+
+def latent_attention(arrays: AttentionArrays, options: AttentionOptions, rank: int) -> jax.Array:
+    """Compute causal attention over pages of latents, token by token: [T,N,rank] of q's dtype.
+
+    The keys are whole cells, and the values their first `rank` numbers.
+
+    Args:
+        arrays: queries [T,N,C], and the pages [P,1,S,C] as keys and as values.
+        options: scale of the scores, and the scale of the pages as that of keys and of values.
+        rank: numbers of a value.
+    """
+    return ragged_paged_attention(arrays, options)[..., :rank]
+
+
+def latent_write(
+    new: jax.Array, pages: jax.Array, slot_mapping: jax.Array, scale: jax.Array | None = None
+) -> jax.Array:
+    """Store latents [T,C] in their pages [P,1,S,C]. Return the new pages."""
+    cells = new[:, None]
+    return kv_write(cells, cells, pages, pages, slot_mapping, k_scale=scale, v_scale=scale)[0]
 
 
 def _parts(

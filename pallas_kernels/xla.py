@@ -412,32 +412,21 @@ def kv_write(
 
     Arguments are as in ``pallas_kernels.kv_write``. Returns the new (k_pages, v_pages).
     """
-    cell = cells_of(k_pages, slot_mapping)
-    return written(k, k_pages, k_scale, cell), written(v, v_pages, v_scale, cell)
+    P, K, S, H = k_pages.shape
+    cell = _cells(k_pages, slot_mapping)
 
+    def write(x: jax.Array, pages: jax.Array, scale: jax.Array | None) -> jax.Array:
+        stored = number_dtype(pages.dtype)
+        if stored.itemsize == 1:  # numbers beyond the largest float8 would become NaN
+            scaled = x.astype(jnp.float32)
+            scaled = scaled if scale is None else scaled / scale[:, None]
+            limit = float(jnp.finfo(stored).max)
+            x = jnp.clip(scaled, -limit, limit)
+        values = _bits(x.astype(stored))
+        rows = _bits(pages).reshape(P * K * S, H).at[cell].set(values, mode="drop")
+        return _floats(rows.reshape(P, K, S, H), pages.dtype, pages.dtype)
 
-def written(x: jax.Array, pages: jax.Array, scale: jax.Array | None, cell: jax.Array) -> jax.Array:
-    """Store keys or values of a step in their pages, in plain JAX.
-
-    Args:
-        x: [T,K,H] keys or values.
-        pages: [P,K,S,H], any supported dtype except int8.
-        scale: f32[K], by which x is divided first, or None.
-        cell: i32[T,K] from `cells_of`.
-
-    Returns:
-        The new pages.
-    """
-    P, K, S, H = pages.shape
-    stored = number_dtype(pages.dtype)
-    if stored.itemsize == 1:  # numbers beyond the largest float8 would become NaN
-        scaled = x.astype(jnp.float32)
-        scaled = scaled if scale is None else scaled / scale[:, None]
-        limit = float(jnp.finfo(stored).max)
-        x = jnp.clip(scaled, -limit, limit)
-    values = _bits(x.astype(stored))
-    rows = _bits(pages).reshape(P * K * S, H).at[cell].set(values, mode="drop")
-    return _floats(rows.reshape(P, K, S, H), pages.dtype, pages.dtype)
+    return write(k, k_pages, k_scale), write(v, v_pages, v_scale)
 
 
 def quantized_kv_write(
@@ -454,38 +443,19 @@ def quantized_kv_write(
     This is the only implementation of ``pallas_kernels.quantized_kv_write``, whose arguments it
     has. Returns the new (k_pages, v_pages, k_scale, v_scale).
     """
-    cell = cells_of(k_pages, slot_mapping)
-    keys, k_scales = quantized_write(k, k_pages, k_scale, cell)
-    values, v_scales = quantized_write(v, v_pages, v_scale, cell)
+    cell = _cells(k_pages, slot_mapping)
+
+    def write(x: jax.Array, pages: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        codes, scales = to_codes(x)
+        rows = pages.reshape(-1, pages.shape[-1]).at[cell].set(codes, mode="drop")
+        cells = scale.reshape(-1).at[cell].set(scales, mode="drop")
+        return rows.reshape(pages.shape), cells.reshape(scale.shape)
+
+    (keys, k_scales), (values, v_scales) = write(k, k_pages, k_scale), write(v, v_pages, v_scale)
     return keys, values, k_scales, v_scales
 
 
-def quantized_write(
-    x: jax.Array, pages: jax.Array, scale: jax.Array, cell: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Store keys or values [T,K,H] as int8 codes in pages [P,K,S,H], in plain JAX.
-
-    Args:
-        x: [T,K,H] keys or values.
-        pages: i8[P,K,S,H] codes.
-        scale: f32[P,K,S] factors of the codes.
-        cell: i32[T,K] from `cells_of`.
-
-    Returns:
-        The new pages and scales.
-    """
-    codes, scales = to_codes(x)
-    rows = pages.reshape(-1, pages.shape[-1]).at[cell].set(codes, mode="drop")
-    cells = scale.reshape(-1).at[cell].set(scales, mode="drop")
-    return rows.reshape(pages.shape), cells.reshape(scale.shape)
-
-
-def cells_of(pages: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-    """Return the cells i32[T,K] of tokens and kv heads in pages [P,K,S,H], in the order of memory.
-
-    `slot_mapping` is i32[T], as in ``pallas_kernels.kv_write``. The cell of a slot outside the
-    pages is P * K * S.
-    """
+def _cells(pages: jax.Array, slot_mapping: jax.Array) -> jax.Array:
     P, K, S, _ = pages.shape
     inside = (slot_mapping >= 0) & (slot_mapping < P * S)
     page, offset = slot_mapping // S, slot_mapping % S

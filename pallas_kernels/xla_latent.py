@@ -35,4 +35,6 @@ def latent_write(
     new: jax.Array, pages: jax.Array, slot_mapping: jax.Array, scale: jax.Array | None
 ) -> jax.Array:
     """Store latents [T,C] in their pages, in plain JAX. Return the new pages [P,1,S,C]."""
-    return xla.written(new[:, None], pages, scale, xla.cells_of(pages, slot_mapping))
+    cells = new[:, None]  # XLA leaves out the second of two equal writes
+    scales = {"k_scale": scale, "v_scale": scale}
+    return xla.kv_write(cells, cells, pages, pages, slot_mapping, **scales)[0]
