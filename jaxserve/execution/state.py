@@ -204,10 +204,13 @@ def memory_kinds(
     devices = config.split.devices
     cells = (local_cells(config) * devices, page_size // config.split.context)
     arrays = 2 if config.latent is None else 1  # latents are keys and values
+    page: tuple[jax.ShapeDtypeStruct, ...]
     page = (jax.ShapeDtypeStruct((*cells, config.head_dim), dtype),) * arrays
     if dtype == INT8:
         page += (jax.ShapeDtypeStruct(cells, SCALE),) * arrays
     layers, window = config.num_page_layers, config.layers.window
+    if not layers:  # pages without bytes, by which the scheduler counts tokens
+        page = ()
     row = jax.tree.map(_unit, jax.eval_shape(lambda: make_sampler_state(0, config.vocab_size)))
     kinds = (
         MemoryKind.of(
@@ -287,7 +290,7 @@ def make_state(config: ModelConfig, memory: Iterable[MemoryKind], max_pages: int
     if config.split.counts_rows and config.experts is not None:
         rows = (config.split.devices, *place_counts(config))
     return DeviceState(
-        kv=pages.zeros(),
+        kv=list(pages.zeros()),
         page_table=jnp.zeros((sampler.count, max_pages), np.int32),
         last_token=jnp.zeros(sampler.count, np.int32),
         sampler=sampler.zeros(),

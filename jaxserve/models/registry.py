@@ -28,6 +28,7 @@ from jaxserve.models.families.gpt_oss import GPT_OSS
 from jaxserve.models.families.granite import GRANITE
 from jaxserve.models.families.lfm2 import LFM2
 from jaxserve.models.families.llama import LLAMA
+from jaxserve.models.families.mamba2 import MAMBA2
 from jaxserve.models.families.mistral import MISTRAL
 from jaxserve.models.families.mistral4 import MISTRAL4
 from jaxserve.models.families.mixtral import MIXTRAL
@@ -54,11 +55,6 @@ HEADLESS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Transformers' classes of recurrent models that are not served, with the reason for errors.
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {"Mamba2ForCausalLM": "it has no attention, and a model without cache pages is not served"}
-)
-
 FAMILIES = (
     LLAMA,
     MISTRAL,
@@ -79,6 +75,7 @@ FAMILIES = (
     NEMOTRON_H,
     QWEN3_5,
     BAMBA,
+    MAMBA2,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -209,8 +206,6 @@ def _unknown(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or []
     family = MODEL_TYPES.get(_model_type(raw))
     for name in names:
-        if name in REFUSED:
-            return f"architectures is {shown(names)}: {REFUSED[name]}"
         base = _without_head(name)
         if base and family:
             return (
