@@ -65,6 +65,8 @@ NEEDED = {
     "Mamba2ForCausalLM": {"num_key_value_heads": None},
     "OlmoHybridForCausalLM": {"num_key_value_heads": 30},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
+    "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 20},
+    "Mistral4ForCausalLM": {"num_key_value_heads": 32},
 }
 
 
