@@ -172,7 +172,7 @@ class LatentAttention(nnx.Module):
                 *rows,
                 options,
                 one_query=step.decode_only,
-                implementation=step.implementation if not step.decode_only else step.others,
+                implementation=step.others,
             )
         # Each device attends with the heads of its group to its own positions. An exchange then
         # gives every device the partial results of its own heads.
