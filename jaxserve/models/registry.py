@@ -23,12 +23,14 @@ from jaxserve.models.families.cohere import COHERE
 from jaxserve.models.families.deepseek import DEEPSEEK
 from jaxserve.models.families.gemma import GEMMA
 from jaxserve.models.families.glm import GLM
+from jaxserve.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from jaxserve.models.families.gpt_oss import GPT_OSS
 from jaxserve.models.families.granite import GRANITE
 from jaxserve.models.families.lfm2 import LFM2
 from jaxserve.models.families.llama import LLAMA
 from jaxserve.models.families.mamba2 import MAMBA2
 from jaxserve.models.families.mistral import MISTRAL
+from jaxserve.models.families.mistral4 import MISTRAL4
 from jaxserve.models.families.mixtral import MIXTRAL
 from jaxserve.models.families.nemotron_h import NEMOTRON_H
 from jaxserve.models.families.olmo import OLMO
@@ -60,6 +62,8 @@ FAMILIES = (
     QWEN,
     GPT_OSS,
     DEEPSEEK,
+    GLM4_MOE_LITE,
+    MISTRAL4,
     PHI3,
     SMOLLM3,
     OLMO,

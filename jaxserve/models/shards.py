@@ -209,6 +209,14 @@ def local_kv_heads(config: ModelConfig) -> int:
     return max(1, config.num_key_value_heads // config.split.devices)
 
 
+def local_cells(config: ModelConfig) -> int:
+    """Return the number of cells of a token in a layer's cache on each device.
+
+    It is the number of kv heads, or 1 with latent attention, whose heads share their cells.
+    """
+    return local_kv_heads(config) if config.latent is None else 1
+
+
 def padded_vocab(config: ModelConfig) -> int:
     """Return the size of the vocabulary, rounded up to a multiple of the number of devices."""
     devices = config.split.devices
@@ -266,7 +274,10 @@ def _check_context(config: ModelConfig) -> None:
     Raises:
         UnsupportedModel: `config.split.context` does not divide the number of copies of a kv head.
     """
-    context, copies = config.split.context, kv_copies(config)
+    context, heads = config.split.context, config.num_key_value_heads
+    copies = kv_copies(config)
+    if config.latent is not None:  # every device has the only head
+        heads, copies = 1, config.split.devices
     if context > 1 and config.recurrent is not None:
         raise UnsupportedModel(
             f"decode_context_parallel_size is {context}; allowed: 1, since layers of this "
@@ -274,7 +285,6 @@ def _check_context(config: ModelConfig) -> None:
         )
     if copies % context == 0:
         return
-    heads = config.num_key_value_heads
     allowed = [n for n in range(1, copies + 1) if copies % n == 0]
     raise UnsupportedModel(
         f"decode_context_parallel_size is {context}, and positions are divided among devices that "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.scheduling.seeded_device_bugs import DEVICE_BUGS
 from tests.scheduling.seeded_kind_bugs import KIND_BUGS
+from tests.scheduling.seeded_latent_bugs import LATENT_BUGS
 from tests.scheduling.seeded_pool_bugs import (
     BATCH,
     FITTING,
@@ -456,4 +457,4 @@ SCHEDULER_BUGS = (
     *TABLE_BUGS,
     *OTHER_BUGS,
 )
-BUGS = (*SCHEDULER_BUGS, *DEVICE_BUGS)
+BUGS = (*SCHEDULER_BUGS, *DEVICE_BUGS, *LATENT_BUGS)

@@ -43,7 +43,8 @@ class PagedRunner:
         order = np.random.default_rng(0).permutation(np.arange(1, num_pages))
         self._own_pages = order.reshape(pages_per_row, self.num_rows).T.astype(np.int32)
         self.page_table = self._own_pages.copy()
-        shape = (num_pages, config.num_key_value_heads, self.page_size, config.head_dim)
+        arrays, heads = (2, config.num_key_value_heads) if config.latent is None else (1, 1)
+        shape = (num_pages, heads, self.page_size, config.head_dim)
         pages = np.zeros(shape, self.model.norm.scale.dtype)
         pages[0] = np.nan
         exact = (
@@ -51,7 +52,7 @@ class PagedRunner:
         )
         self.kept = [
             Kept(
-                (jnp.array(pages), jnp.array(pages)) if config.has_pages(index) else (),
+                (jnp.array(pages),) * arrays if config.has_pages(index) else (),
                 tuple(
                     jnp.full((2 * self.num_rows, *part.shape), np.nan, exact)
                     for part in config.states_of(index)

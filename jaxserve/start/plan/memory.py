@@ -117,11 +117,16 @@ def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: Devic
         limits: kind and capability of the device.
     """
     item, devices = jnp.dtype(dtype).itemsize, config.split.devices
-    heads = local_kv_heads(config) * (group_of(config) + 2) * config.head_dim
-    widest = max(3 * config.intermediate_size // devices, 2 * heads)
+    heads = config.num_attention_heads // devices  # of queries on each device
+    numbers = local_kv_heads(config) * (group_of(config) + 2) * config.head_dim
+    if (latent := config.latent) is not None:
+        # For each head: a query and its absorbed form, a mixture of latents and a value.
+        numbers = heads * (latent.key + config.head_dim + latent.rank + latent.value) // 2
+    widest = max(3 * config.intermediate_size // devices, 2 * numbers)
     if (context := config.split.context) > 1:
         # For the heads of all devices: scaled queries, sums, and the other devices' parts of both.
-        widest = max(widest, 4 * context * group_of(config) * (config.head_dim + 2))
+        heads = group_of(config) if config.latent is None else heads
+        widest = max(widest, 4 * context * heads * (config.head_dim + 2))
     if (experts := config.experts) is not None:
         # For each chosen expert a row of inputs, of gates, of gated values and of outputs.
         size = experts.size if config.split.expert_parallel else experts.size // devices
@@ -196,7 +201,8 @@ def count_pages(
         counts = _host_pages(config, model, asked_length, page, room)
     # Cells of the cache are numbered with 32 bits.
     most, platform = 2**31 // config.block_size - 1, "gpu" if is_gpu else "cpu"
-    layer_page = page // 2 // max(1, model.page_layout.depth)
+    arrays = len(model.page_layout.kinds[0].sizes) if model.page_layout.kinds else 1
+    layer_page = page // arrays // max(1, model.page_layout.depth)
 
     def limited(pages: int) -> int:
         return addressable_pages(min(pages, most), layer_page, dtype, platform)

@@ -149,7 +149,10 @@ class StepTimes:
         if (context := config.split.context) > 1:
             # In each layer with attention, queries go to other devices of the kv head, and results
             # back. Each of both moves half of the bytes of a sum over equally large arrays.
-            size = tokens * context * group_of(config) * (config.head_dim + 2) * _SUMMED
+            heads, value = group_of(config), config.head_dim
+            if config.latent is not None:
+                heads, value = self._heads, config.latent.rank
+            size = tokens * context * heads * (value + 2) * _SUMMED
             sums += 2 * config.num_page_layers * sum_seconds(context, size / 2, self.card)
         return StepTime(tokens, read / self.bandwidth, work / _FLOPS[self.card], sums)
 
@@ -163,8 +166,14 @@ class StepTimes:
         return sum(map(mul, sizes, seen)) / max(1, sum(sizes))
 
     @property
+    def _heads(self) -> int:
+        config = self.weights.config
+        return local_kv_heads(config) * group_of(config)
+
+    @property
     def _attention(self) -> float:
         # Operations per token and attended position, in all layers with attention of a device.
+        # A key is as long as a value, except with latents.
         config = self.weights.config
-        heads = local_kv_heads(config) * group_of(config)
-        return 4.0 * config.num_page_layers * heads * config.head_dim
+        value = config.head_dim if config.latent is None else config.latent.rank
+        return 2.0 * config.num_page_layers * self._heads * (config.head_dim + value)
