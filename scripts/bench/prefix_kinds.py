@@ -50,7 +50,8 @@ class Measured(Simulation):
         """Return the running sequences and the layers' tokens that they need, on average."""
         late = np.array(self.samples[len(self.samples) // 5 :] or [(1.0, 0, 0)])
         weights = late[:, 0] + 1e-9
-        return tuple(float(np.average(late[:, column], weights=weights)) for column in (1, 2))
+        running, need = np.average(late[:, 1:], axis=0, weights=weights)
+        return float(running), float(need)
 
 
 def needed(lengths: Any) -> int:
