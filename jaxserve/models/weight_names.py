@@ -18,6 +18,11 @@ QK_NORMS = (
     WeightName("self_attn.q_norm.weight", "H -> H", "attention.query_norm.scale"),
     WeightName("self_attn.k_norm.weight", "H -> H", "attention.key_norm.scale"),
 )
+# Norms of all heads together.
+WHOLE_NORMS = (
+    WeightName("self_attn.q_norm.weight", "(K G H) -> K G H", "attention.query_norm.scale"),
+    WeightName("self_attn.k_norm.weight", "(K H) -> K H", "attention.key_norm.scale"),
+)
 # The parts of the fused parameter for gate and up projections.
 GATE, UP = np.s_[..., 0, :], np.s_[..., 1, :]
 
@@ -59,6 +64,25 @@ def every_layer(
         if sparse in (None, config.experts is not None and config.experts.layers[index])
         and (mixer is None or mixer in config.mixers_of(index))
         for tensor in layer
+    ]
+
+
+def model_weights(
+    config: ModelConfig, layer: Sequence[WeightName], experts: Sequence[WeightName] = ()
+) -> list[WeightName]:
+    """Return the tensors of a model whose layers have a dense MLP or experts.
+
+    Args:
+        config: configuration of the model.
+        layer: tensors of every layer, without those of its MLP.
+        experts: tensors of the layers with experts.
+    """
+    return [
+        *embedding_weights(config),
+        *every_layer(layer, config),
+        *every_layer(mlp_projections(config), config, sparse=False),
+        *every_layer(experts, config, sparse=True),
+        FINAL_NORM,
     ]
 
 

@@ -18,6 +18,7 @@ from jaxserve.models.registry import ARCHITECTURES
 from pallas_kernels import grouped_matmul, ragged_paged_attention
 from tests.models.cases import CASES, FULL, SLIDING, family_of, fields_of
 from tests.models.tiny_models import load, reference_logits
+from tests.models.trait_changes import TRAIT_CHANGES, TRAIT_WITHOUT_MLP
 from tests.support.fast_compile import FAST
 from tests.support.paged_runner import PagedRunner
 from tests.support.quick_operations import quick_operations
@@ -516,9 +517,10 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.full_attention.rope_theta": 600.0},
         {"rope_parameters.sliding_attention.rope_theta": 600.0},
     ],
+    **TRAIT_CHANGES,
 }
 # All layers have experts, whose width is another field.
-WITHOUT_MLP = ("qwen3_5_moe_two_a_key", "qwen3_next_two_a_key")
+WITHOUT_MLP = ("qwen3_5_moe_two_a_key", "qwen3_next_two_a_key", *TRAIT_WITHOUT_MLP)
 CHANGES = [
     *[
         (case, change)

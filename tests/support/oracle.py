@@ -110,7 +110,8 @@ class Oracle:
             rope, window = config.rope_of(index), config.layers.windows[index]
             turns = rope_frequencies(rope or config.rope, config.head_dim) * (rope is not None)
             angles = np.arange(len(x))[:, None] * turns
-            turns = np.cos(angles), np.sin(angles)
+            factor = getattr((rope or config.rope).scaling, "attention_factor", 1.0)
+            turns = factor * np.cos(angles), factor * np.sin(angles)
             results.append(after * self._attention(before * x, layer, *turns, window))
         return np.sum(results, axis=0)
 

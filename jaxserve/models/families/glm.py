@@ -1,25 +1,31 @@
 """GLM-4 9B (Zhipu AI 2024) and GLM-4-0414 (2025): rotates part of each head, in adjacent pairs.
 
 Queries, keys and values have biases. Gate and up projections are one tensor. GLM-4-0414 also has
-norms after attention and MLP. Reference implementations: `GlmForCausalLM` and `Glm4ForCausalLM` in
-Hugging Face Transformers.
+norms after attention and MLP. GLM-4.5 to 4.7 (2025) have DeepSeek-V3's router, and rotate halves.
+Reference implementations: `GlmForCausalLM`, `Glm4ForCausalLM` and `Glm4MoeForCausalLM` in Hugging
+Face Transformers.
 """
 
 from types import MappingProxyType
 
+from jaxserve.models.config.experts import scored_experts
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import RopeRules
-from jaxserve.models.config.rules import HEADS, ConfigRules
+from jaxserve.models.config.rules import HEADS, ROUTING, ConfigRules
+from jaxserve.models.families.deepseek import CORRECTION, SHARED
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope_scaling
 from jaxserve.models.gguf.rules import TENSORS, GgufRules, Names
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
+    QK_NORMS,
     attention_projections,
     embedding_weights,
     every_layer,
+    expert_weights,
     fused_mlp,
+    model_weights,
 )
 from jaxserve.models.weight_table import WeightName
 
@@ -41,6 +47,12 @@ def _weights(config: ModelConfig) -> list[WeightName]:
 def _glm4_weights(config: ModelConfig) -> list[WeightName]:
     layer = [*NORMS, *attention_projections(config), *fused_mlp()]
     return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
+
+
+def _moe_weights(config: ModelConfig) -> list[WeightName]:
+    norms = QK_NORMS if config.use_qk_norm else ()
+    layer = [*PRE_NORMS, *attention_projections(config), *norms]
+    return model_weights(config, layer, [*expert_weights(config), *SHARED, CORRECTION])
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
@@ -66,6 +78,20 @@ GLM = Family(
             ConfigRules("glm4", explicit=HEADS, rope=ROPE, biased=True, output_bias=False),
             _glm4_weights,
             FamilyTraits(interleaved=True, norms="around"),
+        ),
+        "Glm4MoeForCausalLM": Architecture(
+            ConfigRules(
+                "glm4_moe",
+                ignored=ROUTING,
+                explicit=HEADS | {"first_k_dense_replace", "n_shared_experts"},
+                qk_norm="use_qk_norm",
+                rope=ROPE,
+                experts=scored_experts,
+                extra_layers="num_nextn_predict_layers",
+                output_bias=False,
+            ),
+            _moe_weights,
+            FamilyTraits(qk_norm="head", router="sigmoid"),
         ),
     },
     gguf={

@@ -37,6 +37,7 @@ from jaxserve.models.gguf.rules import POST_NORMS, TENSORS, WINDOW, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
+    WHOLE_NORMS,
     embedding_weights,
     every_layer,
     mlp_projections,
@@ -56,8 +57,7 @@ def _weights(config: ModelConfig) -> list[WeightName]:
 def _attention_layer(config: ModelConfig) -> list[WeightName]:
     return [
         *projections(config),
-        WeightName("self_attn.q_norm.weight", "(K G H) -> K G H", "attention.query_norm.scale"),
-        WeightName("self_attn.k_norm.weight", "(K H) -> K H", "attention.key_norm.scale"),
+        *WHOLE_NORMS,
         WeightName("post_attention_layernorm.weight", "D -> D", "attention_out_norm.scale"),
         WeightName("post_feedforward_layernorm.weight", "D -> D", "mlp_out_norm.scale"),
     ]

@@ -1,0 +1,56 @@
+"""Published checkpoints of families that differ by switches: their config.json is read.
+
+Fields are those of the files on the Hugging Face hub, as far as copies of them are known. Where
+"defaults of the class" is part of a name, they are those of Transformers' class. The bytes of a
+token's keys and values at 16 bits are written as a product of layers, heads and sizes.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import transformers
+
+from jaxserve.models import parse_model_config
+from tests.models.test_published_configs import COMMON, shape
+
+Raw = dict[str, Any]
+
+
+def defaults(kind: str, **fields: Any) -> Raw:
+    """Return the fields that Transformers' class writes, with some changed."""
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    return config.to_dict() | {"architectures": [f"{kind}ForCausalLM"]}
+
+
+GLM_45 = COMMON | shape(5120, 12288, 92, 96, 8, 151552)
+GLM_45 |= {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "head_dim": 128}
+GLM_45 |= {"attention_bias": True, "eos_token_id": [151329, 151336, 151338]}
+GLM_45 |= {"first_k_dense_replace": 3, "max_position_embeddings": 131072, "pad_token_id": 151329}
+GLM_45 |= {"moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 160}
+GLM_45 |= {"n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8}
+GLM_45 |= {"num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
+GLM_45 |= {"rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 2.5}
+GLM_45 |= {"topk_group": 1, "use_qk_norm": True, "transformers_version": "4.54.0"}
+GLM_45_AIR = GLM_45 | shape(4096, 10944, 46, 96, 8, 151552)
+GLM_45_AIR |= {"first_k_dense_replace": 1, "moe_intermediate_size": 1408}
+GLM_45_AIR |= {"n_routed_experts": 128, "routed_scaling_factor": 1.0, "use_qk_norm": False}
+
+# Name: fields, and bytes of a token's keys and values.
+PUBLISHED: dict[str, tuple[Raw, int]] = {
+    "GLM-4.5": (GLM_45, 2 * 92 * 8 * 128 * 2),
+    "GLM-4.5-Air": (GLM_45_AIR, 2 * 46 * 8 * 128 * 2),
+    "GLM-4.7": (GLM_45 | {"max_position_embeddings": 202752}, 2 * 92 * 8 * 128 * 2),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_read_and_its_pages_are_counted(name: str) -> None:
+    raw, page_bytes = PUBLISHED[name]
+    config = parse_model_config(deepcopy(raw), name)
+    assert config.num_hidden_layers == raw["num_hidden_layers"]
+    assert config.vocab_size == raw["vocab_size"]
+    pages = 2 * config.num_page_layers * config.num_key_value_heads * config.head_dim * 2
+    assert pages == page_bytes

@@ -1,0 +1,58 @@
+"""Tiny random checkpoints of families that differ from others by switches and tables of weights.
+
+`cases.py` describes the two tables, and adds them to its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from tests.models.rope_cases import LINEAR, YARN
+
+SCORED = {
+    "num_key_value_heads": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
+
+TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4_moe": (
+        "Glm4Moe",
+        {**SCORED, "head_dim": 16, "first_k_dense_replace": 1, "use_qk_norm": True},
+    ),
+}
+
+TRAIT_CASES: dict[str, dict[str, Any]] = {
+    "glm4_moe_groups": {"n_group": 3, "topk_group": 2},
+    "glm4_moe_plain_bias_yarn": {
+        "use_qk_norm": False,
+        "attention_bias": True,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+        "rope_parameters": YARN | {"partial_rotary_factor": 0.25},
+    },
+    "glm4_moe_tied_whole_heads": {
+        "tie_word_embeddings": True,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "rope_parameters": LINEAR | {"partial_rotary_factor": 1.0},
+        "num_key_value_heads": 4,
+    },
+}
+
+# Transformers' classes of wrappers whose text has no class with logits of its own.
+WRAPPERS = ("MuseGlimmer", "Glm4v", "Glm4vMoe")
+
+
+def wrapped(name: str, fields: dict[str, Any]) -> Any:
+    """Return the configuration of a wrapper around a text model, or None for a text model."""
+    if name not in WRAPPERS:
+        return None
+    tower = {"hidden_size": 16, "num_hidden_layers": 1, "depth": 1, "intermediate_size": 16}
+    config = getattr(transformers, f"{name}Config")
+    return config(text_config=fields, vision_config=tower | {"num_heads": 2})

@@ -1,0 +1,31 @@
+"""Changes of config.json for the cases of `trait_cases.py`, which `test_fields.py` describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+THETA = {"rope_parameters.rope_theta": 600.0}
+PARTIAL = {"rope_parameters.partial_rotary_factor": 0.75}
+SCORED: list[dict[str, Any]] = [
+    {"n_routed_experts": 5},
+    {"num_experts_per_tok": 1},
+    {"moe_intermediate_size": 12},
+    {"n_shared_experts": 1},
+    {"routed_scaling_factor": 2.5},
+    {"norm_topk_prob": False},
+    {"n_group": 2},
+    {"topk_group": 1},
+]
+
+TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
+    "glm4_moe_groups": [
+        *SCORED,
+        {"use_qk_norm": False},
+        {"first_k_dense_replace": 0},
+        {"num_nextn_predict_layers": 17},
+        THETA,
+        PARTIAL,
+    ],
+}
+# All layers have experts, whose width is another field.
+TRAIT_WITHOUT_MLP: tuple[str, ...] = ()
