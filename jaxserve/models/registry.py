@@ -27,6 +27,7 @@ from jaxserve.models.families.gpt_oss import GPT_OSS
 from jaxserve.models.families.granite import GRANITE
 from jaxserve.models.families.lfm2 import LFM2
 from jaxserve.models.families.llama import LLAMA
+from jaxserve.models.families.minimax import MINIMAX
 from jaxserve.models.families.mistral import MISTRAL
 from jaxserve.models.families.mixtral import MIXTRAL
 from jaxserve.models.families.nemotron_h import NEMOTRON_H
@@ -75,6 +76,7 @@ FAMILIES = (
     NEMOTRON_H,
     QWEN3_5,
     BAMBA,
+    MINIMAX,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

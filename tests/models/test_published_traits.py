@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from jaxserve.models import parse_model_config
-from tests.models.test_published_configs import COMMON, shape
+from tests.models.test_published_configs import COMMON, FP8, shape
 
 Raw = dict[str, Any]
 
@@ -37,12 +37,30 @@ GLM_45 |= {"topk_group": 1, "use_qk_norm": True, "transformers_version": "4.54.0
 GLM_45_AIR = GLM_45 | shape(4096, 10944, 46, 96, 8, 151552)
 GLM_45_AIR |= {"first_k_dense_replace": 1, "moe_intermediate_size": 1408}
 GLM_45_AIR |= {"n_routed_experts": 128, "routed_scaling_factor": 1.0, "use_qk_norm": False}
+MINIMAX = COMMON | shape(3072, 1536, 62, 48, 8, 200064)
+MINIMAX |= {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
+MINIMAX |= {"attn_type_list": [1] * 62, "bos_token_id": None, "eos_token_id": None}
+MINIMAX |= {"head_dim": 128, "layernorm_full_attention_beta": 1.0, "layernorm_mlp_beta": 1.0}
+MINIMAX |= {"layernorm_linear_attention_beta": 1.0, "max_position_embeddings": 196608}
+MINIMAX |= {"mlp_intermediate_size": 8192, "mtp_transformer_layers": 1, "num_mtp_modules": 3}
+MINIMAX |= {"num_experts_per_tok": 8, "num_local_experts": 256, "output_router_logits": False}
+MINIMAX |= {"qk_norm_type": "per_layer", "rms_norm_eps": 1e-6}
+MINIMAX |= {"rope_theta": 5000000, "rotary_dim": 64, "router_aux_loss_coef": 0.001}
+MINIMAX |= {"router_jitter_noise": 0.0, "scoring_func": "sigmoid", "shared_intermediate_size": 0}
+MINIMAX |= {"shared_moe_mode": "sigmoid", "sliding_window": None, "use_mtp": True}
+MINIMAX |= {"use_qk_norm": True, "use_routing_bias": True}
+MINIMAX["quantization_config"] = FP8 | {
+    "fmt": "float8_e4m3fn",
+    "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
     "GLM-4.5": (GLM_45, 2 * 92 * 8 * 128 * 2),
     "GLM-4.5-Air": (GLM_45_AIR, 2 * 46 * 8 * 128 * 2),
     "GLM-4.7": (GLM_45 | {"max_position_embeddings": 202752}, 2 * 92 * 8 * 128 * 2),
+    "MiniMax-M2": (MINIMAX, 2 * 62 * 8 * 128 * 2),
+    "MiniMax-M2.5": (MINIMAX | {"max_position_embeddings": 204800}, 2 * 62 * 8 * 128 * 2),
 }
 
 

@@ -25,6 +25,10 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         {**SCORED, "head_dim": 16, "first_k_dense_replace": 1, "use_qk_norm": True},
     ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -41,6 +45,20 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4,
         "n_shared_experts": 1,
         "rope_parameters": LINEAR | {"partial_rotary_factor": 1.0},
+        "num_key_value_heads": 4,
+    },
+    "minimax_m2_half_rotated": {},
+    "minimax_m2_tied_whole_heads": {
+        "tie_word_embeddings": True,
+        "rotary_dim": 16,
+        "num_experts_per_tok": 1,
+        "num_key_value_heads": 1,
+    },
+    "minimax_m2_many_yarn": {
+        "num_local_experts": 9,
+        "num_experts_per_tok": 5,
+        "rotary_dim": None,
+        "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
         "num_key_value_heads": 4,
     },
 }

@@ -26,6 +26,14 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         THETA,
         PARTIAL,
     ],
+    "minimax_m2_half_rotated": [
+        {"num_local_experts": 5},
+        {"num_experts_per_tok": 1},
+        {"rotary_dim": 12},
+        {"attn_type_list": [1, 0]},
+        THETA,
+        PARTIAL,
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = ()

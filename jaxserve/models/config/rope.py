@@ -159,6 +159,7 @@ class RopeRules:
         local_theta: default base of layers with a window, read from `rope_local_base_freq`, or None
             to use the base of the other layers.
         partial: the default of `partial_rotary_factor`, in families that have this field.
+        size: another field with the same meaning: the number of rotated dimensions of a head.
         original_outside: whether `original_max_position_embeddings` is a top-level field.
         query_growth: whether the family has `llama_4_scaling_beta`.
         sections: whether the family has `mrope_section`, which divides the pairs of a head among
@@ -171,6 +172,7 @@ class RopeRules:
     by_layer_type: bool = False
     local_theta: float | None = None
     partial: float | None = None
+    size: str | None = None
     original_outside: bool = False
     query_growth: bool = False
     sections: bool = False
@@ -241,7 +243,11 @@ class _Outer:
         """
         fields, kinds = self.fields, self.rules.kinds
         partial, original = self.rules.partial or 1.0, None
+        is_given = fields.has("partial_rotary_factor")
         if self.rules.partial is not None:
+            if self.rules.size is not None and fields.has(self.rules.size):
+                is_given, size = True, fields.integer(self.rules.size, 2, self.head_dim)
+                partial = size / self.head_dim
             partial = fields.number("partial_rotary_factor", 0.0, 1.0, default=partial)
         else:  # vLLM rotates this part of a head. Transformers rotates all, or fails if scaled.
             fields.neutral(WHOLE_HEADS)
@@ -262,7 +268,7 @@ class _Outer:
         if self.rules.partial is not None:
             outer = partial
             partial = inner.number("partial_rotary_factor", 0.0, 1.0, default=partial)
-            if fields.has("partial_rotary_factor") and partial != outer:
+            if is_given and partial != outer:
                 fields.refuse("partial_rotary_factor", f"the same as in {key} ({partial:g})")
         elif kind != "proportional":
             inner.neutral(WHOLE_HEADS)
