@@ -95,6 +95,9 @@ class SparseMLP(nnx.Module):
         with jax.named_scope("router"):
             exact = accumulator(x.dtype)
             scores = matmul(x, self.router[...], bias=value_of(self.router_bias), out_dtype=exact)
+            if cap := self.experts.score_cap:
+                # The kernel of sigmoid gives equal bits at any place of the array.
+                scores = cap * (2.0 * sigmoid(scores * (2.0 / cap)) - 1.0)
             weights, chosen = route(scores, self.experts, self.kind, value_of(self.correction))
         with jax.named_scope("experts"):
             real = step.slot_mapping >= 0

@@ -58,6 +58,7 @@ class Norm(nnx.Module):
 
     With `traits.norm_centered`, x - mean(x) replaces x: LayerNorm without a bias (Ba et al. 2016).
     The norm covers the last dimensions of x, as many as the scale has, or only the last `over`.
+    Without a scale, all its elements are 1.
     """
 
     def __init__(
@@ -68,8 +69,11 @@ class Norm(nnx.Module):
         dtype: DTypeLike,
         traits: FamilyTraits = LLAMA_TRAITS,
         over: int | None = None,
+        has_scale: bool = True,
     ) -> None:
-        self.scale = constant(1.0 - traits.norm_offset, shape, axes, dtype)
+        one = constant(1.0 - traits.norm_offset, shape, axes, dtype)
+        self.scale = one if has_scale and traits.norm_scales else None
+        self.shape, self.dtype = shape, jnp.dtype(dtype)
         self.eps, self.traits, self.over = eps, traits, over or len(shape)
         # Set by the owner if the normalized dimensions are divided over devices: the mesh axis, and
         # the number of devices that hold the same part.
@@ -82,7 +86,7 @@ class Norm(nnx.Module):
         x / rms(x) is computed in at least float32, rounded to x's dtype as in Llama, and scaled.
         With `norm_rounds_last` in the traits, only the scaled result is rounded.
         """
-        scale, exact = self.scale[...], accumulator(x.dtype)
+        scale, exact = self.gain, accumulator(x.dtype)
         y = x.astype(exact)
         if self.traits.norm_centered:
             y = y - self._mean(x)
@@ -93,6 +97,13 @@ class Norm(nnx.Module):
         if self.traits.norm_rounds_last:
             return (y * (scale.astype(exact) + self.traits.norm_offset)).astype(x.dtype)
         return scale * y.astype(x.dtype)
+
+    @property
+    def gain(self) -> Float[Array, "*sizes"]:
+        """The scale, without the offset of the traits."""
+        if self.scale is None:
+            return jnp.full(self.shape, 1.0 - self.traits.norm_offset, self.dtype)
+        return self.scale[...]
 
     @property
     def options(self) -> NormOptions:
@@ -174,7 +185,7 @@ class Residual:
             residual = self.added()
             return residual, residual.stream if norm is None else norm(residual.stream)
         options = dataclasses.replace(options, factor=self.factor)
-        operands = self.stream, update, None if norm is None else norm.scale[...], self.norm_scale
+        operands = self.stream, update, None if norm is None else norm.gain, self.norm_scale
         named: dict[str, Any] = {"options": options, "implementation": implementation}
         if self.axis is None:
             stream, normed = _add_norm(*operands, **named)

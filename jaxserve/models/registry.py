@@ -25,6 +25,7 @@ from jaxserve.models.families.gemma import GEMMA
 from jaxserve.models.families.glm import GLM
 from jaxserve.models.families.gpt_oss import GPT_OSS
 from jaxserve.models.families.granite import GRANITE
+from jaxserve.models.families.laguna import LAGUNA
 from jaxserve.models.families.lfm2 import LFM2
 from jaxserve.models.families.llama import LLAMA
 from jaxserve.models.families.minimax import MINIMAX
@@ -77,6 +78,7 @@ FAMILIES = (
     QWEN3_5,
     BAMBA,
     MINIMAX,
+    LAGUNA,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

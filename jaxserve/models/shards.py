@@ -131,6 +131,8 @@ def part_of(
     if split.devices == 1:
         return Part(shape, tuple(((0, size),) for size in shape))
     has_experts = len(axes) > 1 and axes[0] == "experts" and split.expert_parallel
+    if config.layers.heads and path.startswith("layers."):
+        config = config.for_layer(int(path.split(".")[1]))
     spans: list[tuple[Span, ...]] = []
     for dimension, (name, size) in enumerate(zip(axes, shape, strict=True)):
         divided = name == "experts" and dimension == 0 if has_experts else name in DIVIDED
@@ -233,7 +235,9 @@ def check_split(config: ModelConfig) -> None:
 
 def _problems(config: ModelConfig) -> Iterator[str]:
     devices, experts = config.split.devices, config.experts
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    kv_heads = config.num_key_value_heads
+    # The first number of query heads that cannot be divided, if layers differ in it.
+    heads = max(config.layers.heads or (config.num_attention_heads,), key=lambda n: n % devices)
     if heads % devices:
         yield _multiple("num_attention_heads", heads, devices)
     elif kv_heads % devices and devices % kv_heads:

@@ -1,6 +1,7 @@
 """Tensors that the checkpoints of many families share."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,7 @@ WHOLE_NORMS = (
     WeightName("self_attn.q_norm.weight", "(K G H) -> K G H", "attention.query_norm.scale"),
     WeightName("self_attn.k_norm.weight", "(K H) -> K H", "attention.key_norm.scale"),
 )
-# The parts of the fused parameter for gate and up projections.
+# The parts of a fused parameter: gate and up projections, query and its gate, key and value.
 GATE, UP = np.s_[..., 0, :], np.s_[..., 1, :]
 
 
@@ -65,6 +66,25 @@ def every_layer(
         and (mixer is None or mixer in config.mixers_of(index))
         for tensor in layer
     ]
+
+
+def by_heads(
+    config: ModelConfig, layer: Callable[[ModelConfig], Sequence[WeightName]]
+) -> list[WeightName]:
+    """Return tensors of every layer where layers differ in the number of query heads.
+
+    Args:
+        config: configuration of the model.
+        layer: returns the tensors of a layer, given the configuration with its number of heads.
+    """
+    tensors: list[WeightName] = []
+    for index in range(config.num_hidden_layers):
+        own = config.for_layer(index)
+        group = f"G{own.num_attention_heads // own.num_key_value_heads}"
+        for tensor in layer(own):
+            layout = re.sub(r"\bG\b", group, tensor.layout)
+            tensors.append(of_layer(replace(tensor, layout=layout), index))
+    return tensors
 
 
 def model_weights(
@@ -109,6 +129,21 @@ def attention_projections(config: ModelConfig) -> list[WeightName]:
     if config.output_bias:
         layer.append(WeightName("self_attn.o_proj.bias", "D -> D", "attention.out_bias"))
     return layer
+
+
+def gated_projections() -> list[WeightName]:
+    """Return the tensors of a layer's attention with a gate for each number of a query head.
+
+    The gates are a tensor of their own. There are no biases.
+    """
+    queries, keys = "(K G H) D -> D K G H", "(K H) D -> D K H"
+    return [
+        WeightName("self_attn.q_proj.weight", queries, "attention.query_gate", GATE),
+        WeightName("self_attn.gate_proj.weight", queries, "attention.query_gate", UP),
+        WeightName("self_attn.k_proj.weight", keys, "attention.key_value", GATE),
+        WeightName("self_attn.v_proj.weight", keys, "attention.key_value", UP),
+        WeightName("self_attn.o_proj.weight", "D (K G H) -> K G H D", "attention.out"),
+    ]
 
 
 def mlp_projections(config: ModelConfig) -> list[WeightName]:

@@ -64,6 +64,7 @@ NEEDED = {
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "OlmoHybridForCausalLM": {"num_key_value_heads": 30},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
 }
 
 
@@ -71,7 +72,7 @@ NEEDED = {
 def test_what_transformers_writes_is_read(architecture, tmp_path):
     """Reads the sizes that Transformers fills in, except fields that belong to one model only."""
     name = architecture.removesuffix("ForCausalLM")
-    name += "Text" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else ""
+    name += "Text" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer") else ""
     needed = {"num_key_value_heads": 4} | NEEDED.get(architecture, {})
     written = getattr(transformers, f"{name}Config")(
         architectures=[architecture], dtype="bfloat16", vocab_size=300_000, **needed

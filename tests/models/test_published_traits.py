@@ -14,15 +14,15 @@ import pytest
 import transformers
 
 from jaxserve.models import parse_model_config
-from tests.models.test_published_configs import COMMON, FP8, shape
+from tests.models.test_published_configs import COMMON, FP8, FULL, SLIDING, shape
 
 Raw = dict[str, Any]
 
 
-def defaults(kind: str, **fields: Any) -> Raw:
-    """Return the fields that Transformers' class writes, with some changed."""
+def defaults(kind: str, name: str = "", **fields: Any) -> Raw:
+    """Return the fields that Transformers' class `kind` writes, with some changed."""
     config = getattr(transformers, f"{kind}Config")(**fields)
-    return config.to_dict() | {"architectures": [f"{kind}ForCausalLM"]}
+    return config.to_dict() | {"architectures": [f"{name or kind}ForCausalLM"]}
 
 
 GLM_45 = COMMON | shape(5120, 12288, 92, 96, 8, 151552)
@@ -53,12 +53,36 @@ MINIMAX["quantization_config"] = FP8 | {
     "fmt": "float8_e4m3fn",
     "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
 }
+LAGUNA = COMMON | shape(2048, 8192, 40, 48, 8, 100352)
+LAGUNA |= {"architectures": ["LagunaForCausalLM"], "model_type": "laguna", "head_dim": 128}
+LAGUNA |= {"attention_bias": False, "gating": "per-head", "sliding_window": 512}
+LAGUNA |= {"max_position_embeddings": 262144, "rms_norm_eps": 1e-6}
+LAGUNA |= {"layer_types": [FULL, SLIDING, SLIDING, SLIDING] * 10}
+LAGUNA |= {"num_attention_heads_per_layer": [48, 64, 64, 64] * 10}
+LAGUNA |= {"mlp_layer_types": ["dense"] + ["sparse"] * 39, "mlp_only_layers": [0]}
+LAGUNA |= {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+LAGUNA |= {"moe_router_logit_softcapping": 0.0, "moe_routed_scaling_factor": 2.5}
+LAGUNA |= {"norm_topk_prob": True, "shared_expert_intermediate_size": 512}
+LAGUNA["rope_parameters"] = {
+    FULL: {
+        "attention_factor": 1.0,
+        "beta_fast": 64,
+        "beta_slow": 1,
+        "factor": 32,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 500000,
+        "rope_type": "yarn",
+    },
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
     "GLM-4.5": (GLM_45, 2 * 92 * 8 * 128 * 2),
     "GLM-4.5-Air": (GLM_45_AIR, 2 * 46 * 8 * 128 * 2),
     "GLM-4.7": (GLM_45 | {"max_position_embeddings": 202752}, 2 * 92 * 8 * 128 * 2),
+    "Laguna-XS.2": (LAGUNA, 2 * 40 * 8 * 128 * 2),
     "MiniMax-M2": (MINIMAX, 2 * 62 * 8 * 128 * 2),
     "MiniMax-M2.5": (MINIMAX | {"max_position_embeddings": 204800}, 2 * 62 * 8 * 128 * 2),
 }

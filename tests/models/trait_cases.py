@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from tests.models.rope_cases import LINEAR, YARN
+from tests.models.rope_cases import FULL, LINEAR, LOCAL_ROPE, SLIDING, YARN
 
 SCORED = {
     "num_key_value_heads": 2,
@@ -28,6 +28,25 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": (
         "MiniMaxM2",
         {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
+    "laguna": (
+        "Laguna",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "num_attention_heads_per_layer": [4, 6, 6],
+            "sliding_window": 9,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+            "moe_routed_scaling_factor": 1.5,
+            "rope_parameters": {
+                FULL: YARN | {"partial_rotary_factor": 0.5},
+                SLIDING: LOCAL_ROPE,
+            },
+        },
     ),
 }
 
@@ -61,6 +80,21 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
         "num_key_value_heads": 4,
     },
+    "laguna_heads_by_layer": {},
+    "laguna_tied_cap": {
+        "tie_word_embeddings": True,
+        "moe_router_logit_softcapping": 0.7,
+        "num_attention_heads_per_layer": None,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "num_key_value_heads": 1,
+    },
+    "laguna_bias_top1": {
+        "attention_bias": True,
+        "num_experts_per_tok": 1,
+        "num_attention_heads_per_layer": [8, 4, 12],
+        "num_key_value_heads": 4,
+        "rope_parameters": {FULL: LINEAR, SLIDING: LOCAL_ROPE | {"partial_rotary_factor": 0.25}},
+    },
 }
 
 # Transformers' classes of wrappers whose text has no class with logits of its own.
@@ -73,4 +107,7 @@ def wrapped(name: str, fields: dict[str, Any]) -> Any:
         return None
     tower = {"hidden_size": 16, "num_hidden_layers": 1, "depth": 1, "intermediate_size": 16}
     config = getattr(transformers, f"{name}Config")
-    return config(text_config=fields, vision_config=tower | {"num_heads": 2})
+    tied = fields["tie_word_embeddings"]
+    return config(
+        text_config=fields, vision_config=tower | {"num_heads": 2}, tie_word_embeddings=tied
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.models.rope_cases import FULL, SLIDING
+
 THETA = {"rope_parameters.rope_theta": 600.0}
 PARTIAL = {"rope_parameters.partial_rotary_factor": 0.75}
 SCORED: list[dict[str, Any]] = [
@@ -33,6 +35,23 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"attn_type_list": [1, 0]},
         THETA,
         PARTIAL,
+    ],
+    "laguna_heads_by_layer": [
+        {"num_attention_heads_per_layer": [4, 6, 4]},
+        {"num_attention_heads_per_layer": [4, 6, 5]},
+        {"layer_types": [FULL, SLIDING, FULL]},
+        {"sliding_window": 5},
+        {"mlp_layer_types": ["dense", "sparse", "dense"]},
+        {"num_experts": 5},
+        {"num_experts_per_tok": 1},
+        {"moe_intermediate_size": 12},
+        {"shared_expert_intermediate_size": 12},
+        {"moe_routed_scaling_factor": 2.5},
+        {"moe_router_logit_softcapping": 0.5},
+        {"moe_apply_router_weight_on_input": True},
+        {"gating": "per-element"},
+        {"rope_parameters.full_attention.partial_rotary_factor": 1.0},
+        {"rope_parameters.sliding_attention.rope_theta": 600.0},
     ],
 }
 # All layers have experts, whose width is another field.

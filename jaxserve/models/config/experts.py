@@ -27,6 +27,7 @@ class Experts:
         shared: width of an additional MLP that every token passes, or 0 without one.
         latent: number of dimensions that the experts work in, or 0 for those of the model.
         shared_gate: the additional MLP has a gate for each token.
+        score_cap: bound of the router's scores: cap * tanh(x / cap). 0 for no bound.
         alpha, limit: constants of gpt-oss's clamped activation.
         packed: the experts in the checkpoint are MXFP4.
         stacked: the checkpoint stores a matrix of all experts of a layer as one tensor.
@@ -45,6 +46,7 @@ class Experts:
     shared: int = 0
     latent: int = 0
     shared_gate: bool = False
+    score_cap: float = 0.0
     alpha: float = 1.0
     limit: float = 0.0
     packed: bool = False

@@ -21,12 +21,14 @@ class LayerTable:
         mixers: names of each layer's mixers (see `models.mixers`), which read the same input and
             whose results are added. Empty: every layer has attention alone.
         mlps: whether each layer has an MLP or experts. Empty: every layer has.
+        heads: number of query heads of each layer. Empty: all layers have as many.
     """
 
     windows: tuple[int | None, ...]
     rotary: tuple[bool, ...]
     mixers: tuple[tuple[str, ...], ...] = ()
     mlps: tuple[bool, ...] = ()
+    heads: tuple[int, ...] = ()
 
     @property
     def window(self) -> int | None:

@@ -92,7 +92,8 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 class ModelConfig:
     """Shapes and constants of a model, under the names of config.json.
 
-    `rms_norm_eps` is the epsilon of every norm, under any name in the family's config.json.
+    `rms_norm_eps` is the epsilon of every norm, under any name in the family's config.json, except
+    for norms of the results of attention and MLP if `out_norm_eps` is not None.
     `use_qk_norm` is the switch of families that have one. `dtype` is the dtype that the checkpoint
     declares, by default "float32". `local_rope` is the rotary embedding of layers with a window, if
     it differs. `attention_bias` applies to queries, keys and values, `output_bias` to the
@@ -132,6 +133,7 @@ class ModelConfig:
     quantization: StoredQuantization | None = None
     wrapper: str | None = None
     split: Split = ONE_DEVICE
+    out_norm_eps: float | None = None
 
     @classmethod
     def from_fields(
@@ -182,6 +184,9 @@ class ModelConfig:
             quantization=_quantization(fields, rules),
             wrapper=None,
             split=ONE_DEVICE,
+            out_norm_eps=fields.number(out_eps, 0.0, 0.1)
+            if (out_eps := rules.out_norm_eps)
+            else None,
             **sizes,
         )
         _finish(fields, rules)
@@ -200,6 +205,12 @@ class ModelConfig:
             return None
         local = self.local_rope if self.layers.windows[layer] is not None else None
         return local or self.rope
+
+    def for_layer(self, layer: int) -> ModelConfig:
+        """Return the same ModelConfig with the number of query heads of one layer."""
+        if not self.layers.heads:
+            return self
+        return replace(self, num_attention_heads=self.layers.heads[layer])
 
     def mixers_of(self, layer: int) -> tuple[str, ...]:
         """Return the names of a layer's mixers (see `models.mixers`)."""
@@ -325,8 +336,10 @@ def _length(fields: Fields, rules: ConfigRules, positions: int) -> int:
     return fields.integer(rules.length, 1, MAX_POSITIONS, default=positions)
 
 
-def _bias(fields: Fields, key: str, fixed: bool | None, default: bool = False) -> bool:
-    return fields.flag(key, default) if fixed is None else fixed
+def _bias(fields: Fields, key: str, rule: bool | str | None, default: bool = False) -> bool:
+    if isinstance(rule, bool):
+        return rule
+    return fields.flag(rule or key, default)
 
 
 def _dtype(fields: Fields) -> str:

@@ -81,6 +81,8 @@ class ConfigRules:
         explicit: fields that must be present, because Transformers would fill them in with the
             value of one particular model.
         norm_eps: the field with the epsilon of the norms.
+        out_norm_eps: the field with the epsilon of norms of the results of attention and MLP, if it
+            differs.
         qk_norm: the field that enables the family's norms of queries and keys, if it has one.
         length: the field with the number of positions to serve, instead of
             `max_position_embeddings`.
@@ -95,8 +97,8 @@ class ConfigRules:
         extra_layers: the field that counts additional layers at the end of the checkpoint. They
             predict further tokens and are not read.
         tied: the default of `tie_word_embeddings`.
-        qkv_bias, output_bias, mlp_bias: fixed for the family, or None to read `attention_bias` (the
-            first two) or `mlp_bias`.
+        qkv_bias, output_bias, mlp_bias: fixed for the family, or the name of a field, or None to
+            read `attention_bias` (the first two) or `mlp_bias`.
         biased: the default of `attention_bias`.
     """
 
@@ -107,6 +109,7 @@ class ConfigRules:
     ignored: frozenset[str] = frozenset()
     explicit: frozenset[str] = frozenset()
     norm_eps: str = "rms_norm_eps"
+    out_norm_eps: str | None = None
     qk_norm: str | None = None
     length: str | None = None
     layers: ReadLayers = full_attention
@@ -119,9 +122,9 @@ class ConfigRules:
     mlp_size: Callable[[Fields], int] = plain_mlp
     extra_layers: str | None = None
     tied: bool = False
-    qkv_bias: bool | None = None
-    output_bias: bool | None = None
-    mlp_bias: bool | None = False
+    qkv_bias: bool | str | None = None
+    output_bias: bool | str | None = None
+    mlp_bias: bool | str | None = False
     biased: bool = False
 
     @property

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from jaxserve.models.config.experts import scored_experts
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import RopeRules
-from jaxserve.models.config.rules import HEADS, ROUTING, ConfigRules
+from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules
 from jaxserve.models.families.deepseek import CORRECTION, SHARED
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope_scaling
@@ -83,7 +83,7 @@ GLM = Family(
             ConfigRules(
                 "glm4_moe",
                 ignored=ROUTING,
-                explicit=HEADS | {"first_k_dense_replace", "n_shared_experts"},
+                explicit=KV_HEADS | {"first_k_dense_replace", "n_shared_experts"},
                 qk_norm="use_qk_norm",
                 rope=ROPE,
                 experts=scored_experts,
