@@ -31,6 +31,7 @@ from jaxserve.models.families.llama import LLAMA
 from jaxserve.models.families.minimax import MINIMAX
 from jaxserve.models.families.mistral import MISTRAL
 from jaxserve.models.families.mixtral import MIXTRAL
+from jaxserve.models.families.muse_glimmer import MUSE_GLIMMER
 from jaxserve.models.families.nemotron_h import NEMOTRON_H
 from jaxserve.models.families.olmo import OLMO
 from jaxserve.models.families.phi3 import PHI3
@@ -79,6 +80,7 @@ FAMILIES = (
     BAMBA,
     MINIMAX,
     LAGUNA,
+    MUSE_GLIMMER,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

@@ -83,6 +83,10 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "GLM-4.5-Air": (GLM_45_AIR, 2 * 46 * 8 * 128 * 2),
     "GLM-4.7": (GLM_45 | {"max_position_embeddings": 202752}, 2 * 92 * 8 * 128 * 2),
     "Laguna-XS.2": (LAGUNA, 2 * 40 * 8 * 128 * 2),
+    "Muse-Glimmer-30B (defaults of the class)": (
+        defaults("MuseGlimmerText", "MuseGlimmer", layer_types=[*[SLIDING] * 3, FULL] * 13),
+        2 * 52 * 2 * 128 * 2,
+    ),
     "MiniMax-M2": (MINIMAX, 2 * 62 * 8 * 128 * 2),
     "MiniMax-M2.5": (MINIMAX | {"max_position_embeddings": 204800}, 2 * 62 * 8 * 128 * 2),
 }

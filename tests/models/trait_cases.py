@@ -48,6 +48,18 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "muse_glimmer": (
+        "MuseGlimmer",
+        {
+            "head_dim": 12,
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "qk_scale_factor": 1.3,
+            "output_multiplier": 0.8,
+            "final_logit_softcapping": 5.0,
+            "post_norm_eps": 1e-2,
+        },
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -94,6 +106,20 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "num_attention_heads_per_layer": [8, 4, 12],
         "num_key_value_heads": 4,
         "rope_parameters": {FULL: LINEAR, SLIDING: LOCAL_ROPE | {"partial_rotary_factor": 0.25}},
+    },
+    "muse_glimmer_every_fourth": {},
+    "muse_glimmer_tied_listed": {
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 2,
+        "layer_types": [FULL, SLIDING],
+        "layer_rope_theta": [10000.0, 0],
+        "num_key_value_heads": 1,
+    },
+    "muse_glimmer_yarn": {
+        "num_hidden_layers": 2,
+        "rope_parameters": YARN,
+        "head_dim": 14,
+        "num_key_value_heads": 4,
     },
 }
 

@@ -53,6 +53,18 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.full_attention.partial_rotary_factor": 1.0},
         {"rope_parameters.sliding_attention.rope_theta": 600.0},
     ],
+    "muse_glimmer_every_fourth": [
+        {"layer_types": [FULL, SLIDING, FULL, SLIDING]},
+        {"layer_rope_theta": [1e4, 0, 1e4, 0]},
+        {"layer_rope_theta": [1e4, 0, 1e5, 0]},
+        {"sliding_window": 5},
+        {"qk_scale_factor": 2.0},
+        {"output_multiplier": 0.3},
+        {"final_logit_softcapping": 3.0},
+        {"post_norm_eps": 0.1},
+        {"hidden_activation": "gelu"},
+        {"rope_parameters.rope_theta": 600.0},
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = ()

@@ -82,6 +82,7 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
         "KimiK25ForConditionalGeneration": Wrapper("kimi_k25", "deepseek_v3"),
         "Kimi_K25ForConditionalGeneration": Wrapper("kimi_k25", "deepseek_v3"),
         "KimiVLForConditionalGeneration": Wrapper("kimi_vl", "deepseek_v3"),
+        "MuseGlimmerForConditionalGeneration": Wrapper("muse_glimmer", "muse_glimmer_text"),
         "VoxtralForConditionalGeneration": Wrapper("voxtral", "llama"),
         "Qwen2AudioForConditionalGeneration": Wrapper("qwen2_audio", "qwen2"),
         "GlmAsrForConditionalGeneration": Wrapper("glmasr", "llama"),
