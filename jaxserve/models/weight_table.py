@@ -128,11 +128,12 @@ class WeightName:
 def dimensions(config: ModelConfig) -> dict[str, int]:
     """Return a dict from each letter in `WeightName.layout` to its size in a model.
 
-    G is the number of query heads of each kv head. If layers differ in it, G3 is 3. There are E experts of width M and a shared one
-    of width S. P is the pair of gate and up projections. Latent attention has latents of ranks L
-    (queries) and C (keys and values); J is C plus the rotated part. Its heads have sizes A (queries
-    and keys), B (the part of keys and values that is projected from their latent) and U (values).
-    A short convolution has W taps for each of Y channels. X is the triple of its projections.
+    G is the number of query heads of each kv head. If layers differ in it, G3 is 3. There are E
+    experts of width M and a shared one of width S. P is the pair of gate and up projections. Latent
+    attention has latents of ranks L (queries) and C (keys and values); J is C plus the rotated
+    part. Its heads have sizes A (queries and keys), B (the part of keys and values that is
+    projected from their latent) and U (values). A short convolution has W taps for each of Y
+    channels. X is the triple of its projections. One is 1.
     """
     sizes = {
         "V": config.vocab_size,
@@ -142,11 +143,12 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         "G": config.num_attention_heads // config.num_key_value_heads,
         "H": config.head_dim,
         "P": 2,
+        "One": 1,
     }
     for group in {heads // config.num_key_value_heads for heads in config.layers.heads}:
         sizes[f"G{group}"] = group
     if config.recurrent is not None:
-        sizes |= {"One": 1, "W": config.recurrent.width}
+        sizes["W"] = config.recurrent.width
     if isinstance(config.recurrent, ShortConvSizes):
         sizes |= {"X": 3, "Y": config.recurrent.channels}
     if isinstance(mamba := config.recurrent, Mamba2Sizes):

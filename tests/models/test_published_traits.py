@@ -76,6 +76,13 @@ LAGUNA["rope_parameters"] = {
     },
     SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
+SEED_OSS = COMMON | shape(5120, 27648, 64, 80, 8, 155136)
+SEED_OSS |= {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "head_dim": 128}
+SEED_OSS |= {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
+SEED_OSS |= {"attention_dropout": 0.1, "residual_dropout": 0.1, "rms_norm_eps": 1e-6}
+SEED_OSS |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "pretraining_tp": 1}
+SEED_OSS |= {"max_position_embeddings": 524288, "rope_scaling": {"rope_type": "default"}}
+SEED_OSS |= {"rope_theta": 10000000.0}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -89,6 +96,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     ),
     "MiniMax-M2": (MINIMAX, 2 * 62 * 8 * 128 * 2),
     "MiniMax-M2.5": (MINIMAX | {"max_position_embeddings": 204800}, 2 * 62 * 8 * 128 * 2),
+    "Seed-OSS-36B-Instruct": (SEED_OSS, 2 * 64 * 8 * 128 * 2),
 }
 
 

@@ -60,6 +60,7 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "post_norm_eps": 1e-2,
         },
     ),
+    "seed_oss": ("SeedOss", {"head_dim": 12, "attention_bias": True}),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -119,6 +120,19 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "rope_parameters": YARN,
         "head_dim": 14,
+        "num_key_value_heads": 4,
+    },
+    "seed_oss_bias": {},
+    "seed_oss_all_biases_tied": {
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+    },
+    "seed_oss_output_bias_alone_yarn": {
+        "attention_bias": False,
+        "attention_out_bias": True,
+        "rope_parameters": YARN,
         "num_key_value_heads": 4,
     },
 }

@@ -65,6 +65,7 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"hidden_activation": "gelu"},
         {"rope_parameters.rope_theta": 600.0},
     ],
+    "seed_oss_bias": [{"attention_bias": False}, {"attention_out_bias": True}, THETA],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = ()

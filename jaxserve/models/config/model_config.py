@@ -184,9 +184,7 @@ class ModelConfig:
             quantization=_quantization(fields, rules),
             wrapper=None,
             split=ONE_DEVICE,
-            out_norm_eps=fields.number(out_eps, 0.0, 0.1)
-            if (out_eps := rules.out_norm_eps)
-            else None,
+            out_norm_eps=_out_norm_eps(fields, rules),
             **sizes,
         )
         _finish(fields, rules)
@@ -324,6 +322,10 @@ def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[st
 
 def _quantization(fields: Fields, rules: ConfigRules) -> StoredQuantization | None:
     return None if QUANTIZATION in rules.ignored else read_quantization(fields)
+
+
+def _out_norm_eps(fields: Fields, rules: ConfigRules) -> float | None:
+    return fields.number(rules.out_norm_eps, 0.0, 0.1) if rules.out_norm_eps else None
 
 
 def _extra_layers(fields: Fields, rules: ConfigRules) -> int:

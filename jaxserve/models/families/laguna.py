@@ -39,10 +39,8 @@ CAP = "moe_router_logit_softcapping"
 def _layers(fields: Fields, layers: int) -> LayerTable:
     """Read the window of each layer from `layer_types`, and its number of query heads."""
     table = by_type(fields, layers)
-    listed, kv_heads = (
-        fields.take(HEADS_BY_LAYER),
-        fields.integer("num_key_value_heads", 1, 1 << 12),
-    )
+    listed = fields.take(HEADS_BY_LAYER)
+    kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS)
     if listed is None:
         heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
         return replace(table, heads=(heads,) * layers)

@@ -1,7 +1,8 @@
 """Llama (Touvron et al. 2023; Llama 3 herd 2024), the base of all other families.
 
-EXAONE 3 (LG AI Research 2024) is Llama with other names of fields and tensors. Reference
-implementation of both: `LlamaForCausalLM` in Hugging Face Transformers.
+EXAONE 3 (LG AI Research 2024) is Llama with other names of fields and tensors. Seed-OSS (ByteDance
+2025) is Llama with biases on queries, keys and values. Reference implementations:
+`LlamaForCausalLM` and `SeedOssForCausalLM` in Hugging Face Transformers.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import RopeRules
-from jaxserve.models.config.rules import KV_HEADS, ConfigRules
+from jaxserve.models.config.rules import HEADS, KV_HEADS, ConfigRules
 from jaxserve.models.families import mixtral
 from jaxserve.models.family import Architecture, Family
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_biases, read_rope
@@ -97,6 +98,16 @@ LLAMA = Family(
             llama_weights,
             computed_by="LlamaForCausalLM",
             tensors=EXAONE_TENSORS,
+        ),
+        "SeedOssForCausalLM": Architecture(
+            ConfigRules(
+                "seed_oss",
+                ignored=frozenset({"residual_dropout"}),
+                explicit=HEADS | {"attention_bias", "attention_out_bias"},
+                output_bias="attention_out_bias",
+                mlp_bias=None,
+            ),
+            llama_weights,
         ),
     },
     gguf={
