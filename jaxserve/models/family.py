@@ -11,6 +11,8 @@ from jaxserve.models.config.rules import ConfigRules
 from jaxserve.models.gguf.rules import GgufRules
 from jaxserve.models.weight_table import WeightName
 
+Router = Literal["softmax", "corrected softmax", "sigmoid", "chosen"]
+
 
 @dataclass(frozen=True)
 class FamilyTraits:
@@ -55,7 +57,7 @@ class FamilyTraits:
     final_offset: bool = True
     norm_rounds_last: bool = False
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
-    router: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    router: Router = "softmax"
     sinks: bool = False
     gated: Literal["numbers", "heads"] | None = None
     gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"

@@ -21,6 +21,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.bamba import BAMBA
 from jaxserve.models.families.cohere import COHERE
 from jaxserve.models.families.deepseek import DEEPSEEK
+from jaxserve.models.families.ernie import ERNIE
 from jaxserve.models.families.gemma import GEMMA
 from jaxserve.models.families.glm import GLM
 from jaxserve.models.families.gpt_oss import GPT_OSS
@@ -81,6 +82,7 @@ FAMILIES = (
     MINIMAX,
     LAGUNA,
     MUSE_GLIMMER,
+    ERNIE,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

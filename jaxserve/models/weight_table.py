@@ -45,7 +45,7 @@ class WeightName:
         name: the tensor's name in the checkpoint.
         layout: its rearrangement, such as "(N H) D -> D N H". The left side is the tensor's shape
             in the checkpoint, with fused dimensions in brackets, and the right side the order of
-            dimensions in the parameter. Bars divide the first bracket into stacked parts: "(K G H |
+            dimensions in the parameter, which may lack a first dimension of 1. Bars divide the first bracket into stacked parts: "(K G H |
             K H | K H) D". The letters are those of `dimensions`.
         path: the path of the parameter in the model.
         index: the part of the parameter that the tensor fills: all of it, unless several tensors
@@ -96,6 +96,10 @@ class WeightName:
         sizes = self._sizes(dims)
         names = [parts[self.part if len(parts) > 1 else 0] for parts in self._source()]
         source = [name for part in names for name in part]
+        if source[0] == "One" and "One" not in self._side(1).split():
+            sizes_left = tuple(dims[name] for name in source[1:])
+            yield Block((0, 1), sizes_left, tuple(range(len(sizes_left))), (...,))
+            return
         order = tuple(source.index(name) for name in self._side(1).split())
         shape = tuple(dims[name] for name in source)
         first = sum(sizes[0][: self.part]) if len(sizes[0]) > 1 else 0

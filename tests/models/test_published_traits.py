@@ -83,6 +83,18 @@ SEED_OSS |= {"attention_dropout": 0.1, "residual_dropout": 0.1, "rms_norm_eps": 
 SEED_OSS |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "pretraining_tp": 1}
 SEED_OSS |= {"max_position_embeddings": 524288, "rope_scaling": {"rope_type": "default"}}
 SEED_OSS |= {"rope_theta": 10000000.0}
+ERNIE = COMMON | shape(1024, 3072, 18, 16, 2, 103424) | {"model_type": "ernie4_5"}
+ERNIE |= {"architectures": ["Ernie4_5ForCausalLM"], "bos_token_id": 1, "eos_token_id": 2}
+ERNIE |= {"head_dim": 128, "max_position_embeddings": 131072, "pad_token_id": 0}
+ERNIE |= {"rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 500000.0}
+ERNIE |= {"tie_word_embeddings": True, "use_bias": False, "use_cache": False}
+ERNIE_MOE = ERNIE | shape(2560, 12288, 28, 20, 4, 103424) | {"model_type": "ernie4_5_moe"}
+ERNIE_MOE |= {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_capacity": [64, 64, 64]}
+ERNIE_MOE |= {"moe_gate": "topk", "moe_intermediate_size": 1536, "moe_k": 6}
+ERNIE_MOE |= {"moe_layer_end_index": 27, "moe_layer_interval": 1, "moe_layer_start_index": 1}
+ERNIE_MOE |= {"moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_use_aux_free": True}
+ERNIE_MOE |= {"num_nextn_predict_layers": 1, "router_aux_loss_coef": 0.001}
+del ERNIE_MOE["head_dim"]
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -97,6 +109,8 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "MiniMax-M2": (MINIMAX, 2 * 62 * 8 * 128 * 2),
     "MiniMax-M2.5": (MINIMAX | {"max_position_embeddings": 204800}, 2 * 62 * 8 * 128 * 2),
     "Seed-OSS-36B-Instruct": (SEED_OSS, 2 * 64 * 8 * 128 * 2),
+    "ERNIE-4.5-0.3B-PT": (ERNIE, 2 * 18 * 2 * 128 * 2),
+    "ERNIE-4.5-21B-A3B-PT": (ERNIE_MOE, 2 * 28 * 4 * 128 * 2),
 }
 
 

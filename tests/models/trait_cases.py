@@ -61,6 +61,17 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "seed_oss": ("SeedOss", {"head_dim": 12, "attention_bias": True}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 12, "use_bias": True}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -133,6 +144,29 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "attention_out_bias": True,
         "rope_parameters": YARN,
+        "num_key_value_heads": 4,
+    },
+    "ernie4_5_biases": {},
+    "ernie4_5_tied_linear": {
+        "use_bias": False,
+        "tie_word_embeddings": True,
+        "rope_parameters": LINEAR,
+        "num_key_value_heads": 1,
+    },
+    "ernie4_5_yarn": {"rope_parameters": YARN, "head_dim": 14, "num_key_value_heads": 4},
+    "ernie4_5_moe_shared": {},
+    "ernie4_5_moe_tied_interval": {
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 4,
+        "moe_layer_interval": 2,
+        "moe_layer_end_index": 2,
+        "moe_num_shared_experts": 0,
+        "num_key_value_heads": 1,
+    },
+    "ernie4_5_moe_top1_linear": {
+        "moe_k": 1,
+        "moe_layer_start_index": 0,
+        "rope_parameters": LINEAR,
         "num_key_value_heads": 4,
     },
 }

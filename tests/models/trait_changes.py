@@ -66,6 +66,19 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.rope_theta": 600.0},
     ],
     "seed_oss_bias": [{"attention_bias": False}, {"attention_out_bias": True}, THETA],
+    "ernie4_5_biases": [{"use_bias": False}, THETA],
+    "ernie4_5_moe_shared": [
+        {"moe_num_experts": 5},
+        {"moe_k": 1},
+        {"moe_intermediate_size": 12},
+        {"moe_num_shared_experts": 1},
+        {"moe_layer_start_index": 0},
+        {"moe_layer_end_index": 0},
+        {"moe_layer_interval": 3},
+        {"moe_norm_min": 1.0},
+        {"use_bias": True},
+        THETA,
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = ()

@@ -143,7 +143,8 @@ class Oracle:
             shares = 1 / (1 + np.exp(-scores))
             ranks = _within_groups(shares + layer.get("mlp.correction", 0), experts)
         else:
-            shares = ranks = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
+            shares = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
+            ranks = shares + layer.get("mlp.correction", 0)
         inputs = x @ layer["mlp.before"] if "mlp.before" in layer else x
         mixed = np.zeros_like(inputs)
         for token, share in enumerate(shares):
@@ -200,6 +201,10 @@ class Oracle:
             query, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         if not self._traits.norm_after_rotation:
             query, key = self._heads_normed(query, key, layer)
+        if self._traits.interleaved:
+            size = 2 * cos.shape[-1]
+            order = [*range(0, size, 2), *range(1, size, 2), *range(size, query.shape[-1])]
+            query, key = query[..., order], key[..., order]
         query = _rotated(query, cos[:, None, None], sin[:, None, None])
         key = _rotated(key, cos[:, None], sin[:, None])
         if self._traits.norm_after_rotation:

@@ -20,7 +20,8 @@ class Experts:
         layers: for each layer, whether it has experts; the other layers have one dense MLP.
         normalize: divide the weights of the chosen experts by their sum.
         scaling: factor of the weights after `normalize`.
-        sum_eps: number added to the sum in `normalize` where a sigmoid gives the weights.
+        sum_eps: number added to the sum in `normalize` where a sigmoid gives the weights, or lower
+            bound of the sum where a softmax with a correction does.
         corrected: a bias for each expert, beside its sigmoid, takes part in the choice of experts.
         groups, kept_groups: number of groups of experts, and of groups with the best scores from
             which experts are chosen.
