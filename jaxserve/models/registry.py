@@ -22,6 +22,7 @@ from jaxserve.models.families.bamba import BAMBA
 from jaxserve.models.families.cohere import COHERE
 from jaxserve.models.families.deepseek import DEEPSEEK
 from jaxserve.models.families.ernie import ERNIE
+from jaxserve.models.families.exaone import EXAONE
 from jaxserve.models.families.gemma import GEMMA
 from jaxserve.models.families.glm import GLM
 from jaxserve.models.families.gpt_oss import GPT_OSS
@@ -83,6 +84,7 @@ FAMILIES = (
     LAGUNA,
     MUSE_GLIMMER,
     ERNIE,
+    EXAONE,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

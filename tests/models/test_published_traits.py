@@ -14,7 +14,15 @@ import pytest
 import transformers
 
 from jaxserve.models import parse_model_config
-from tests.models.test_published_configs import COMMON, FP8, FULL, SLIDING, shape
+from tests.models.test_published_configs import (
+    COMMON,
+    FP8,
+    FULL,
+    LLAMA_3,
+    SLIDING,
+    alternating,
+    shape,
+)
 
 Raw = dict[str, Any]
 
@@ -95,6 +103,16 @@ ERNIE_MOE |= {"moe_layer_end_index": 27, "moe_layer_interval": 1, "moe_layer_sta
 ERNIE_MOE |= {"moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_use_aux_free": True}
 ERNIE_MOE |= {"num_nextn_predict_layers": 1, "router_aux_loss_coef": 0.001}
 del ERNIE_MOE["head_dim"]
+EXAONE_4 = COMMON | shape(5120, 27392, 64, 40, 8, 102400) | {"model_type": "exaone4"}
+EXAONE_4 |= {"architectures": ["Exaone4ForCausalLM"], "head_dim": 128, "rms_norm_eps": 1e-5}
+EXAONE_4 |= {"bos_token_id": 1, "eos_token_id": 361, "pad_token_id": 0, "sliding_window": 4096}
+EXAONE_4 |= {"layer_types": alternating(4, 64), "max_position_embeddings": 131072}
+EXAONE_4 |= {"rope_scaling": LLAMA_3["rope_scaling"] | {"factor": 16.0}, "rope_theta": 1000000}
+EXAONE_4 |= {"sliding_window_pattern": "LLLG"}
+EXAONE_4_SMALL = EXAONE_4 | shape(2048, 4096, 30, 32, 8, 102400) | {"head_dim": 64}
+EXAONE_4_SMALL |= {"layer_types": [FULL] * 30, "max_position_embeddings": 65536}
+EXAONE_4_SMALL |= {"sliding_window": None, "sliding_window_pattern": None}
+EXAONE_4_SMALL |= {"tie_word_embeddings": True}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -111,6 +129,8 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "Seed-OSS-36B-Instruct": (SEED_OSS, 2 * 64 * 8 * 128 * 2),
     "ERNIE-4.5-0.3B-PT": (ERNIE, 2 * 18 * 2 * 128 * 2),
     "ERNIE-4.5-21B-A3B-PT": (ERNIE_MOE, 2 * 28 * 4 * 128 * 2),
+    "EXAONE-4.0-32B": (EXAONE_4, 2 * 64 * 8 * 128 * 2),
+    "EXAONE-4.0-1.2B": (EXAONE_4_SMALL, 2 * 30 * 8 * 64 * 2),
 }
 
 

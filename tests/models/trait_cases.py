@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from tests.models.rope_cases import FULL, LINEAR, LOCAL_ROPE, SLIDING, YARN
+from tests.models.rope_cases import FULL, LINEAR, LLAMA3_SCALING, LOCAL_ROPE, SLIDING, YARN
 
 SCORED = {
     "num_key_value_heads": 2,
@@ -72,6 +72,7 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layer_start_index": 1,
         },
     ),
+    "exaone4": ("Exaone4", {"head_dim": 12, "sliding_window": 9, "layer_types": [SLIDING, FULL]}),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -167,6 +168,20 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "moe_k": 1,
         "moe_layer_start_index": 0,
         "rope_parameters": LINEAR,
+        "num_key_value_heads": 4,
+    },
+    "exaone4_alternate": {},
+    "exaone4_tied_without_windows": {
+        "tie_word_embeddings": True,
+        "sliding_window": None,
+        "layer_types": [FULL, FULL],
+        "rope_parameters": LLAMA3_SCALING,
+        "num_key_value_heads": 1,
+    },
+    "exaone4_pattern": {
+        "num_hidden_layers": 4,
+        "layer_types": None,
+        "sliding_window_pattern": 3,
         "num_key_value_heads": 4,
     },
 }

@@ -79,6 +79,13 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"use_bias": True},
         THETA,
     ],
+    "exaone4_alternate": [
+        {"sliding_window": 5},
+        {"sliding_window": None},
+        {"layer_types": [FULL, SLIDING]},
+        {"layer_types": None, "sliding_window_pattern": 3},
+        THETA,
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = ()
