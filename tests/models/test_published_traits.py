@@ -131,6 +131,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "ERNIE-4.5-21B-A3B-PT": (ERNIE_MOE, 2 * 28 * 4 * 128 * 2),
     "EXAONE-4.0-32B": (EXAONE_4, 2 * 64 * 8 * 128 * 2),
     "EXAONE-4.0-1.2B": (EXAONE_4_SMALL, 2 * 30 * 8 * 64 * 2),
+    "EXAONE MoE (defaults of the class)": (defaults("ExaoneMoe"), 2 * 32 * 32 * 128 * 2),
 }
 
 

@@ -73,6 +73,19 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "exaone4": ("Exaone4", {"head_dim": 12, "sliding_window": 9, "layer_types": [SLIDING, FULL]}),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {
+            "head_dim": 12,
+            "sliding_window": 9,
+            "layer_types": [SLIDING, FULL],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "num_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -182,6 +195,20 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "layer_types": None,
         "sliding_window_pattern": 3,
+        "num_key_value_heads": 4,
+    },
+    "exaone_moe_groups": {"n_group": 3, "topk_group": 2},
+    "exaone_moe_tied_as_they_are": {
+        "tie_word_embeddings": True,
+        "norm_topk_prob": False,
+        "mlp_layer_types": ["sparse", "sparse"],
+        "num_key_value_heads": 1,
+    },
+    "exaone_moe_top1_yarn": {
+        "num_experts_per_tok": 1,
+        "num_shared_experts": 1,
+        "layer_types": [FULL, SLIDING],
+        "rope_parameters": YARN,
         "num_key_value_heads": 4,
     },
 }

@@ -86,6 +86,21 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"layer_types": None, "sliding_window_pattern": 3},
         THETA,
     ],
+    "exaone_moe_groups": [
+        {"num_experts": 5},
+        {"num_experts_per_tok": 1},
+        {"moe_intermediate_size": 12},
+        {"num_shared_experts": 1},
+        {"routed_scaling_factor": 2.5},
+        {"norm_topk_prob": False},
+        {"n_group": 2},
+        {"topk_group": 1},
+        {"mlp_layer_types": ["sparse", "sparse"]},
+        {"mlp_layer_types": None, "first_k_dense_replace": 0},
+        {"sliding_window": 5},
+        {"sliding_window_pattern": 3, "layer_types": None},
+        THETA,
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = ()
