@@ -27,6 +27,7 @@ from jaxserve.models.families.gemma import GEMMA
 from jaxserve.models.families.glm import GLM
 from jaxserve.models.families.gpt_oss import GPT_OSS
 from jaxserve.models.families.granite import GRANITE
+from jaxserve.models.families.hunyuan import HUNYUAN
 from jaxserve.models.families.laguna import LAGUNA
 from jaxserve.models.families.lfm2 import LFM2
 from jaxserve.models.families.llama import LLAMA
@@ -85,6 +86,7 @@ FAMILIES = (
     MUSE_GLIMMER,
     ERNIE,
     EXAONE,
+    HUNYUAN,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

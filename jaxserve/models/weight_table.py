@@ -45,8 +45,9 @@ class WeightName:
         name: the tensor's name in the checkpoint.
         layout: its rearrangement, such as "(N H) D -> D N H". The left side is the tensor's shape
             in the checkpoint, with fused dimensions in brackets, and the right side the order of
-            dimensions in the parameter, which may lack a first dimension of 1. Bars divide the first bracket into stacked parts: "(K G H |
-            K H | K H) D". The letters are those of `dimensions`.
+            dimensions in the parameter, which may lack a first dimension of 1. Bars divide the
+            first bracket into stacked parts: "(K G H | K H | K H) D". The letters are those of
+            `dimensions`.
         path: the path of the parameter in the model.
         index: the part of the parameter that the tensor fills: all of it, unless several tensors
             are fused.

@@ -65,6 +65,7 @@ NEEDED = {
     "OlmoHybridForCausalLM": {"num_key_value_heads": 30},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "HunYuanDenseV1ForCausalLM": {"head_dim": 128},
 }
 
 

@@ -113,6 +113,21 @@ EXAONE_4_SMALL = EXAONE_4 | shape(2048, 4096, 30, 32, 8, 102400) | {"head_dim": 
 EXAONE_4_SMALL |= {"layer_types": [FULL] * 30, "max_position_embeddings": 65536}
 EXAONE_4_SMALL |= {"sliding_window": None, "sliding_window_pattern": None}
 EXAONE_4_SMALL |= {"tie_word_embeddings": True}
+HUNYUAN = COMMON | shape(4096, 14336, 32, 32, 8, 128167) | {"model_type": "hunyuan_v1_dense"}
+HUNYUAN |= {"architectures": ["HunYuanDenseV1ForCausalLM"], "attention_bias": False}
+HUNYUAN |= {"attention_head_dim": 128, "bos_token_id": 127958, "cla_share_factor": 2}
+HUNYUAN |= {"eod_token_id": 127967, "eos_token_id": 127960, "head_dim": 128, "mlp_bias": False}
+HUNYUAN |= {"max_position_embeddings": 262144, "norm_type": "hf_rms", "pad_token_id": 127961}
+HUNYUAN |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "use_cla": False, "use_qk_norm": True}
+HUNYUAN["rope_scaling"] = {
+    "alpha": 1000.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "type": "dynamic",
+}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -132,6 +147,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "EXAONE-4.0-32B": (EXAONE_4, 2 * 64 * 8 * 128 * 2),
     "EXAONE-4.0-1.2B": (EXAONE_4_SMALL, 2 * 30 * 8 * 64 * 2),
     "EXAONE MoE (defaults of the class)": (defaults("ExaoneMoe"), 2 * 32 * 32 * 128 * 2),
+    "Hunyuan-7B-Instruct": (HUNYUAN, 2 * 32 * 8 * 128 * 2),
 }
 
 

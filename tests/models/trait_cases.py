@@ -86,6 +86,19 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 100.0,
+                "alpha": 50.0,
+                "factor": 1.0,
+                "mscale": 1.0,
+            },
+        },
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -208,6 +221,18 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "num_shared_experts": 1,
         "layer_types": [FULL, SLIDING],
+        "rope_parameters": YARN,
+        "num_key_value_heads": 4,
+    },
+    "hunyuan_v1_dense_stretched": {},
+    "hunyuan_v1_dense_tied_bias": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rope_parameters": LINEAR,
+        "num_key_value_heads": 1,
+    },
+    "hunyuan_v1_dense_narrow_yarn": {
+        "head_dim": 14,
         "rope_parameters": YARN,
         "num_key_value_heads": 4,
     },

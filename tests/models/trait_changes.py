@@ -101,6 +101,13 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"sliding_window_pattern": 3, "layer_types": None},
         THETA,
     ],
+    "hunyuan_v1_dense_stretched": [
+        THETA,
+        {"rope_parameters.alpha": 20.0},
+        {"rope_parameters.factor": 2.0},
+        {"rope_parameters.alpha": None},
+        {"use_qk_norm": False},
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = ()

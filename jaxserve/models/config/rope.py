@@ -17,6 +17,8 @@ MAX_FACTOR = 1e6
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 QUERY_BETA = "llama_4_scaling_beta"
 WHOLE_HEADS = MappingProxyType({"partial_rotary_factor": (1.0, 1)})
+# Fields of YaRN that files with a fixed `alpha` have too.
+UNUSED_BY_ALPHA = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -160,6 +162,8 @@ class RopeRules:
             to use the base of the other layers.
         partial: the default of `partial_rotary_factor`, in families that have this field.
         size: another field with the same meaning: the number of rotated dimensions of a head.
+        stretched: whether "dynamic" scaling with `alpha` is a fixed one, which multiplies the base
+            by alpha ** (d / (d - 2)) for d rotated dimensions.
         original_outside: whether `original_max_position_embeddings` is a top-level field.
         query_growth: whether the family has `llama_4_scaling_beta`.
         sections: whether the family has `mrope_section`, which divides the pairs of a head among
@@ -173,6 +177,7 @@ class RopeRules:
     local_theta: float | None = None
     partial: float | None = None
     size: str | None = None
+    stretched: bool = False
     original_outside: bool = False
     query_growth: bool = False
     sections: bool = False
@@ -276,6 +281,11 @@ class _Outer:
             fields.refuse(ORIGINAL, f"an integer, beside {key}")
         rope = self._checked(Rope(inner_theta, None, partial))
         size = rope.dimensions(self.head_dim)
+        if self.rules.stretched and kind == "dynamic" and inner.has("alpha"):
+            alpha = inner.number("alpha", 0.0, MAX_FACTOR)
+            inner.neutral({"factor": (1.0, 1)})
+            inner.finish(UNUSED_BY_ALPHA)
+            return replace(rope, theta=rope.theta * alpha ** (size / (size - 2)))
         scaling = SCALINGS[kind](
             _Case(inner, self.positions, original, size, self.rules.query_growth)
         )
