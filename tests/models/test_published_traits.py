@@ -148,6 +148,8 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "EXAONE-4.0-1.2B": (EXAONE_4_SMALL, 2 * 30 * 8 * 64 * 2),
     "EXAONE MoE (defaults of the class)": (defaults("ExaoneMoe"), 2 * 32 * 32 * 128 * 2),
     "Hunyuan-7B-Instruct": (HUNYUAN, 2 * 32 * 8 * 128 * 2),
+    "Hy3 (defaults of the class)": (defaults("HYV3"), 2 * 80 * 8 * 128 * 2),
+    "Solar-Open-100B (defaults of the class)": (defaults("SolarOpen"), 2 * 48 * 8 * 128 * 2),
 }
 
 

@@ -99,6 +99,18 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "hy_v3": (
+        "HYV3",
+        {
+            "head_dim": 12,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "num_shared_experts": 2,
+            "router_scaling_factor": 1.5,
+        },
+    ),
+    "solar_open": ("SolarOpen", {**SCORED, "head_dim": 12}),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -233,6 +245,34 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_dense_narrow_yarn": {
         "head_dim": 14,
+        "rope_parameters": YARN,
+        "num_key_value_heads": 4,
+    },
+    "hy_v3_first_dense": {},
+    "hy_v3_tied_top1": {
+        "tie_word_embeddings": True,
+        "num_experts_per_tok": 1,
+        "enable_moe_fp32_combine": False,
+        "mlp_layer_types": ["sparse", "dense"],
+        "num_key_value_heads": 1,
+    },
+    "hy_v3_bias_linear": {
+        "attention_bias": True,
+        "num_shared_experts": 1,
+        "mlp_layer_types": ["sparse", "sparse"],
+        "rope_parameters": LINEAR,
+        "num_key_value_heads": 4,
+    },
+    "solar_open_groups": {"n_group": 3, "topk_group": 2},
+    "solar_open_tied_bias_top1": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "num_experts_per_tok": 1,
+        "num_key_value_heads": 1,
+    },
+    "solar_open_as_they_are_yarn": {
+        "norm_topk_prob": False,
+        "n_shared_experts": 1,
         "rope_parameters": YARN,
         "num_key_value_heads": 4,
     },

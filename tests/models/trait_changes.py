@@ -108,6 +108,21 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.alpha": None},
         {"use_qk_norm": False},
     ],
+    "hy_v3_first_dense": [
+        {"num_experts": 5},
+        {"num_experts_per_tok": 1},
+        {"moe_intermediate_size": 12},
+        {"num_shared_experts": 1},
+        {"router_scaling_factor": 2.5},
+        {"mlp_layer_types": ["sparse", "sparse"]},
+        THETA,
+    ],
+    "solar_open_groups": [
+        *SCORED,
+        {"first_k_dense_replace": 1},
+        {"use_qk_norm": True},
+        THETA,
+    ],
 }
 # All layers have experts, whose width is another field.
-TRAIT_WITHOUT_MLP: tuple[str, ...] = ()
+TRAIT_WITHOUT_MLP: tuple[str, ...] = ("solar_open_groups",)

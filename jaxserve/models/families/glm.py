@@ -2,8 +2,9 @@
 
 Queries, keys and values have biases. Gate and up projections are one tensor. GLM-4-0414 also has
 norms after attention and MLP. GLM-4.5 to 4.7 (2025) have DeepSeek-V3's router, and rotate halves.
-Reference implementations: `GlmForCausalLM`, `Glm4ForCausalLM` and `Glm4MoeForCausalLM` in Hugging
-Face Transformers.
+Solar Open (Upstage 2025) is GLM-4.5 with experts in every layer, and rotates whole heads. Reference
+implementations: `GlmForCausalLM`, `Glm4ForCausalLM`, `Glm4MoeForCausalLM` and
+`SolarOpenForCausalLM` in Hugging Face Transformers.
 """
 
 from types import MappingProxyType
@@ -11,7 +12,7 @@ from types import MappingProxyType
 from jaxserve.models.config.experts import scored_experts
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import RopeRules
-from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules
+from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules, no_mlp
 from jaxserve.models.families.deepseek import CORRECTION, SHARED
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope_scaling
@@ -92,6 +93,20 @@ GLM = Family(
             ),
             _moe_weights,
             FamilyTraits(qk_norm="head", router="sigmoid"),
+        ),
+        "SolarOpenForCausalLM": Architecture(
+            ConfigRules(
+                "solar_open",
+                neutral=MappingProxyType({"first_k_dense_replace": 0, "use_qk_norm": False}),
+                ignored=ROUTING | {"intermediate_size"},
+                explicit=HEADS | {"n_shared_experts"},
+                rope=RopeRules(theta=1e6, partial=1.0),
+                experts=scored_experts,
+                mlp_size=no_mlp,
+                output_bias=False,
+            ),
+            _moe_weights,
+            FamilyTraits(router="sigmoid"),
         ),
     },
     gguf={

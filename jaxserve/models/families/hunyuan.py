@@ -68,7 +68,7 @@ HUNYUAN = Family(
                         "router_scaling_factor": "routed_scaling_factor",
                     }
                 ),
-                neutral=MappingProxyType({"norm_topk_prob": True}),
+                neutral=MappingProxyType({"mlp_bias": False, "norm_topk_prob": True}),
                 # A sum of two numbers of 16 bits is rounded once with and without the switch.
                 ignored=ROUTING | {"enable_moe_fp32_combine"},
                 explicit=HEADS | {"mlp_layer_types", "n_shared_experts", "routed_scaling_factor"},
