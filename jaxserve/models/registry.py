@@ -21,6 +21,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.bamba import BAMBA
 from jaxserve.models.families.cohere import COHERE
 from jaxserve.models.families.deepseek import DEEPSEEK
+from jaxserve.models.families.dots import DOTS
 from jaxserve.models.families.ernie import ERNIE
 from jaxserve.models.families.exaone import EXAONE
 from jaxserve.models.families.gemma import GEMMA
@@ -87,6 +88,7 @@ FAMILIES = (
     ERNIE,
     EXAONE,
     HUNYUAN,
+    DOTS,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

@@ -65,6 +65,12 @@ NEEDED = {
     "OlmoHybridForCausalLM": {"num_key_value_heads": 30},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Dots1ForCausalLM": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 32,
+        "head_dim": 144,
+    },
     "HunYuanDenseV1ForCausalLM": {"head_dim": 128},
 }
 

@@ -128,6 +128,14 @@ HUNYUAN["rope_scaling"] = {
     "mscale_all_dim": 1.0,
     "type": "dynamic",
 }
+DOTS = COMMON | shape(4096, 10944, 62, 32, 32, 152064) | {"model_type": "dots1"}
+DOTS |= {"architectures": ["Dots1ForCausalLM"], "attention_bias": False, "head_dim": 128}
+DOTS |= {"eos_token_id": 151643, "first_k_dense_replace": 1, "max_position_embeddings": 32768}
+DOTS |= {"max_window_layers": 62, "moe_intermediate_size": 1408, "moe_layer_freq": 1}
+DOTS |= {"n_group": 1, "n_routed_experts": 128, "n_shared_experts": 2, "norm_topk_prob": True}
+DOTS |= {"num_experts_per_tok": 6, "rms_norm_eps": 1e-5, "rope_scaling": None}
+DOTS |= {"rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc"}
+DOTS |= {"sliding_window": None, "topk_group": 1}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -150,6 +158,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "Hunyuan-7B-Instruct": (HUNYUAN, 2 * 32 * 8 * 128 * 2),
     "Hy3 (defaults of the class)": (defaults("HYV3"), 2 * 80 * 8 * 128 * 2),
     "Solar-Open-100B (defaults of the class)": (defaults("SolarOpen"), 2 * 48 * 8 * 128 * 2),
+    "dots.llm1.inst": (DOTS, 2 * 62 * 32 * 128 * 2),
 }
 
 

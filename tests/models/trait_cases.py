@@ -111,6 +111,17 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "solar_open": ("SolarOpen", {**SCORED, "head_dim": 12}),
+    "dots1": (
+        "Dots1",
+        {
+            **SCORED,
+            "head_dim": 12,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+        },
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -274,6 +285,21 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "n_shared_experts": 1,
         "rope_parameters": YARN,
+        "num_key_value_heads": 4,
+    },
+    "dots1_groups": {"n_group": 3, "topk_group": 2},
+    "dots1_tied_bias_as_they_are": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 0,
+        "sliding_window": None,
+        "num_key_value_heads": 1,
+    },
+    "dots1_top1_linear": {
+        "num_experts_per_tok": 1,
+        "layer_types": [SLIDING, FULL],
+        "rope_parameters": LINEAR,
         "num_key_value_heads": 4,
     },
 }

@@ -123,6 +123,14 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"use_qk_norm": True},
         THETA,
     ],
+    "dots1_groups": [
+        *SCORED,
+        {"first_k_dense_replace": 0},
+        {"layer_types": [SLIDING, FULL]},
+        {"layer_types": None, "max_window_layers": 0},
+        {"sliding_window": 5},
+        THETA,
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = ("solar_open_groups",)

@@ -120,6 +120,17 @@ def by_switch(fields: Fields, layers: int) -> LayerTable:
     return _table(fields, window, [index >= first for index in range(layers)])
 
 
+def from_one_layer(fields: Fields, layers: int) -> LayerTable:
+    """Return a LayerTable with the window `sliding_window` in the layers that `layer_types` names.
+
+    Without `layer_types`, the layers from index `max_window_layers` on have the window, by default
+    none.
+    """
+    first = fields.integer("max_window_layers", 0, MAX_LAYERS, default=layers)
+    window = _window(fields)
+    return _table(fields, window, [window is not None and i >= first for i in range(layers)])
+
+
 def one_switched_window(fields: Fields, layers: int) -> LayerTable:
     """Return a LayerTable whose layers have the window `sliding_window` if it is switched on.
 
