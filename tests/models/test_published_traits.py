@@ -136,6 +136,12 @@ DOTS |= {"n_group": 1, "n_routed_experts": 128, "n_shared_experts": 2, "norm_top
 DOTS |= {"num_experts_per_tok": 6, "rms_norm_eps": 1e-5, "rope_scaling": None}
 DOTS |= {"rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc"}
 DOTS |= {"sliding_window": None, "topk_group": 1}
+OLMOE = COMMON | shape(2048, 1024, 16, 16, 16, 50304) | {"model_type": "olmoe"}
+OLMOE |= {"architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None}
+OLMOE |= {"eos_token_id": 50279, "max_position_embeddings": 4096, "norm_topk_prob": False}
+OLMOE |= {"num_experts": 64, "num_experts_per_tok": 8, "output_router_logits": False}
+OLMOE |= {"pad_token_id": 1, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0}
+OLMOE |= {"router_aux_loss_coef": 0.01}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -159,6 +165,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "Hy3 (defaults of the class)": (defaults("HYV3"), 2 * 80 * 8 * 128 * 2),
     "Solar-Open-100B (defaults of the class)": (defaults("SolarOpen"), 2 * 48 * 8 * 128 * 2),
     "dots.llm1.inst": (DOTS, 2 * 62 * 32 * 128 * 2),
+    "OLMoE-1B-7B-0924-Instruct": (OLMOE, 2 * 16 * 16 * 128 * 2),
 }
 
 

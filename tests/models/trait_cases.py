@@ -122,6 +122,7 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_window_layers": 1,
         },
     ),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -300,6 +301,18 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "layer_types": [SLIDING, FULL],
         "rope_parameters": LINEAR,
+        "num_key_value_heads": 4,
+    },
+    "olmoe_as_they_are": {},
+    "olmoe_tied_bias": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "norm_topk_prob": True,
+        "num_key_value_heads": 1,
+    },
+    "olmoe_top1_yarn": {
+        "num_experts_per_tok": 1,
+        "rope_parameters": YARN,
         "num_key_value_heads": 4,
     },
 }

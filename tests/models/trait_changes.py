@@ -131,6 +131,13 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"sliding_window": 5},
         THETA,
     ],
+    "olmoe_as_they_are": [
+        {"num_experts": 5},
+        {"num_experts_per_tok": 1},
+        {"norm_topk_prob": True},
+        {"clip_qkv": 8.0},
+        THETA,
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = ("solar_open_groups",)

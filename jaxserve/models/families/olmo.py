@@ -3,8 +3,9 @@
 Queries and keys are normalized over all heads together. OLMo 3 has a window in three of four
 layers, to which the scaling of the rotary embedding does not apply. An older `rope_theta` of its
 config.json is also the base of layers with a window. OLMo Hybrid (2026) applies the gated delta
-rule in three of four layers, with norms before it. Reference implementations: `Olmo2ForCausalLM`,
-`Olmo3ForCausalLM` and `OlmoHybridForCausalLM` in Hugging Face Transformers.
+rule in three of four layers, with norms before it. OLMoE (2024) has experts, and norms before
+attention and MLP. Reference implementations: `Olmo2ForCausalLM`, `Olmo3ForCausalLM`,
+`OlmoHybridForCausalLM` and `OlmoeForCausalLM` in Hugging Face Transformers.
 """
 
 from dataclasses import replace
@@ -12,6 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from jaxserve.models.config.experts import Experts, expert_counts, expert_width
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.layers import (
     ATTENTION,
@@ -24,7 +26,7 @@ from jaxserve.models.config.layers import (
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.recurrent import MAX_HEADS, MAX_SIZE, GatedDeltaSizes, gated_delta
 from jaxserve.models.config.rope import RopeRules
-from jaxserve.models.config.rules import ConfigRules
+from jaxserve.models.config.rules import ROUTING, ConfigRules
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import (
     WINDOW_KEYS,
@@ -38,9 +40,12 @@ from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
     WHOLE_NORMS,
+    attention_projections,
     embedding_weights,
     every_layer,
+    expert_weights,
     mlp_projections,
+    model_weights,
     projections,
 )
 from jaxserve.models.weight_table import WeightName
@@ -61,6 +66,22 @@ def _attention_layer(config: ModelConfig) -> list[WeightName]:
         WeightName("post_attention_layernorm.weight", "D -> D", "attention_out_norm.scale"),
         WeightName("post_feedforward_layernorm.weight", "D -> D", "mlp_out_norm.scale"),
     ]
+
+
+def _experts(fields: Fields, layers: int) -> Experts:
+    count, chosen = expert_counts(fields, ("num_experts", "num_local_experts"))
+    return Experts(
+        count,
+        expert_width(fields, "intermediate_size"),
+        chosen,
+        (True,) * layers,
+        normalize=fields.flag("norm_topk_prob", default=False),
+    )
+
+
+def _moe_weights(config: ModelConfig) -> list[WeightName]:
+    layer = [*PRE_NORMS, *attention_projections(config), *WHOLE_NORMS]
+    return model_weights(config, layer, expert_weights(config))
 
 
 def _hybrid_layers(fields: Fields, layers: int) -> LayerTable:
@@ -147,6 +168,16 @@ OLMO = Family(
             ConfigRules("olmo3", layers=every(4), rope=RopeRules(theta=5e5, by_layer_type=True)),
             _weights,
             TRAITS,
+        ),
+        "OlmoeForCausalLM": Architecture(
+            ConfigRules(
+                "olmoe",
+                neutral=MappingProxyType({"clip_qkv": None, "sliding_window": None}),
+                ignored=ROUTING,
+                experts=_experts,
+            ),
+            _moe_weights,
+            FamilyTraits(qk_norm="all"),
         ),
         "OlmoHybridForCausalLM": Architecture(
             ConfigRules(
