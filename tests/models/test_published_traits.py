@@ -142,6 +142,14 @@ OLMOE |= {"eos_token_id": 50279, "max_position_embeddings": 4096, "norm_topk_pro
 OLMOE |= {"num_experts": 64, "num_experts_per_tok": 8, "output_router_logits": False}
 OLMOE |= {"pad_token_id": 1, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0}
 OLMOE |= {"router_aux_loss_coef": 0.01}
+QWEN_MOE = COMMON | shape(2048, 5632, 24, 16, 16, 151936) | {"model_type": "qwen2_moe"}
+QWEN_MOE |= {"architectures": ["Qwen2MoeForCausalLM"], "bos_token_id": 151643}
+QWEN_MOE |= {"decoder_sparse_step": 1, "eos_token_id": 151645, "max_position_embeddings": 8192}
+QWEN_MOE |= {"max_window_layers": 21, "moe_intermediate_size": 1408, "norm_topk_prob": False}
+QWEN_MOE |= {"num_experts": 60, "num_experts_per_tok": 4, "output_router_logits": False}
+QWEN_MOE |= {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001}
+QWEN_MOE |= {"shared_expert_intermediate_size": 5632, "sliding_window": 32768}
+QWEN_MOE |= {"use_sliding_window": False}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -166,6 +174,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "Solar-Open-100B (defaults of the class)": (defaults("SolarOpen"), 2 * 48 * 8 * 128 * 2),
     "dots.llm1.inst": (DOTS, 2 * 62 * 32 * 128 * 2),
     "OLMoE-1B-7B-0924-Instruct": (OLMOE, 2 * 16 * 16 * 128 * 2),
+    "Qwen1.5-MoE-A2.7B-Chat": (QWEN_MOE, 2 * 24 * 16 * 128 * 2),
 }
 
 

@@ -123,6 +123,15 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+        },
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -314,6 +323,21 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "rope_parameters": YARN,
         "num_key_value_heads": 4,
+    },
+    "qwen2_moe_as_they_are": {},
+    "qwen2_moe_one_dense_tied": {
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+    },
+    "qwen2_moe_window_without_biases": {
+        "num_experts_per_tok": 1,
+        "qkv_bias": False,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": [SLIDING, FULL],
+        "decoder_sparse_step": 2,
     },
 }
 

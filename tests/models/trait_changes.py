@@ -138,6 +138,24 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"clip_qkv": 8.0},
         THETA,
     ],
+    "qwen2_moe_as_they_are": [
+        {"num_experts": 5},
+        {"num_experts_per_tok": 1},
+        {"moe_intermediate_size": 12},
+        {"shared_expert_intermediate_size": 12},
+        {"norm_topk_prob": True},
+        {"qkv_bias": False},
+        {"mlp_only_layers": [0]},
+        {"decoder_sparse_step": 2},
+        {"use_sliding_window": True, "layer_types": None},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 0,
+            "layer_types": [SLIDING, FULL],
+        },
+        THETA,
+    ],
 }
 # All layers have experts, whose width is another field.
-TRAIT_WITHOUT_MLP: tuple[str, ...] = ("solar_open_groups",)
+TRAIT_WITHOUT_MLP: tuple[str, ...] = ("solar_open_groups", "qwen2_moe_as_they_are")

@@ -1,9 +1,10 @@
 """Qwen2 and 2.5 (Qwen team 2024) and Qwen3 (2025), dense and with experts.
 
-Qwen2 is Llama with biases on queries, keys and values. Qwen3 has no biases, and a norm on each
+Qwen2 is Llama with biases on queries, keys and values. Qwen2-MoE (2024, Qwen1.5-MoE) has experts
+beside a shared MLP with a gate. Qwen3 has no biases, and a norm on each
 query and key head before the rotation. The text models of Qwen2-VL, 2.5-VL, 2.5-Omni and Qwen3-VL
 are the same models: the three positions of a text token are equal. Reference implementations:
-`Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, and the text models of
+`Qwen2ForCausalLM`, `Qwen2MoeForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, and the text models of
 `Qwen2_5_VLForConditionalGeneration` and similar classes in Hugging Face Transformers.
 """
 
@@ -12,7 +13,7 @@ from types import MappingProxyType
 
 from jaxserve.models.config.experts import Experts, expert_counts, expert_width
 from jaxserve.models.config.fields import Fields
-from jaxserve.models.config.layers import by_switch, one_switched_window
+from jaxserve.models.config.layers import LayerTable, by_switch, one_switched_window
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules
@@ -22,13 +23,16 @@ from jaxserve.models.gguf.metadata import VISION_KEYS, GgufMetadata, Raw, read_r
 from jaxserve.models.gguf.rules import EXPERTS, ROUTER, TENSORS, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
+    GATE,
     PRE_NORMS,
     QK_NORMS,
+    UP,
     attention_projections,
     embedding_weights,
     every_layer,
     expert_weights,
     mlp_projections,
+    model_weights,
 )
 from jaxserve.models.weight_table import WeightName
 
@@ -67,6 +71,25 @@ def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple((index + 1) % step == 0 and index not in dense for index in range(layers))
 
 
+def _qwen2_moe_layers(fields: Fields, layers: int) -> LayerTable:
+    if not fields.has("layer_types"):  # their default depends on the version of Transformers
+        fields.neutral({"use_sliding_window": False})
+    return by_switch(fields, layers)
+
+
+def _shared_experts(fields: Fields, layers: int) -> Experts:
+    return replace(
+        _experts(fields, layers),
+        shared=expert_width(fields, "shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+
+
+def _qwen2_moe_weights(config: ModelConfig) -> list[WeightName]:
+    layer = [*PRE_NORMS, *attention_projections(config)]
+    return model_weights(config, layer, [*expert_weights(config), *SHARED_EXPERT])
+
+
 def _qwen3_weights(config: ModelConfig) -> list[WeightName]:
     return [*llama_weights(config), *every_layer(QK_NORMS, config)]
 
@@ -84,6 +107,12 @@ def _qwen3_moe_weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
+SHARED_EXPERT = (
+    WeightName("mlp.shared_expert_gate.weight", "One D -> D One", "mlp.shared_gate"),
+    WeightName("mlp.shared_expert.gate_proj.weight", "S D -> D S", "mlp.shared.gate_up", GATE),
+    WeightName("mlp.shared_expert.up_proj.weight", "S D -> D S", "mlp.shared.gate_up", UP),
+    WeightName("mlp.shared_expert.down_proj.weight", "D S -> S D", "mlp.shared.down"),
+)
 VL_MOE, OMNI_MOE = "qwen3_vl_moe_text", "qwen3_omni_moe_text"
 # Published checkpoints have the layouts in `other`.
 STACKED_EXPERTS = (
@@ -133,6 +162,20 @@ QWEN = Family(
                 output_bias=False,
             ),
             llama_weights,
+        ),
+        "Qwen2MoeForCausalLM": Architecture(
+            ConfigRules(
+                "qwen2_moe",
+                neutral=MappingProxyType({"mlp_bias": False}),
+                ignored=ROUTING,
+                explicit=KV_HEADS,
+                layers=_qwen2_moe_layers,
+                experts=_shared_experts,
+                qkv_bias="qkv_bias",
+                output_bias=False,
+                biased=True,
+            ),
+            _qwen2_moe_weights,
         ),
         "Qwen3ForCausalLM": Architecture(
             ConfigRules(
