@@ -150,6 +150,14 @@ QWEN_MOE |= {"num_experts": 60, "num_experts_per_tok": 4, "output_router_logits"
 QWEN_MOE |= {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001}
 QWEN_MOE |= {"shared_expert_intermediate_size": 5632, "sliding_window": 32768}
 QWEN_MOE |= {"use_sliding_window": False}
+GRANITE_MOE = COMMON | shape(1536, 512, 32, 24, 8, 49155) | {"model_type": "granitemoe"}
+GRANITE_MOE |= {"architectures": ["GraniteMoeForCausalLM"], "attention_multiplier": 0.015625}
+GRANITE_MOE |= {"attention_bias": False, "bos_token_id": 0, "embedding_multiplier": 12.0}
+GRANITE_MOE |= {"eos_token_id": 0, "logits_scaling": 6.0, "max_position_embeddings": 131072}
+GRANITE_MOE |= {"num_experts_per_tok": 8, "num_local_experts": 40, "pad_token_id": 0}
+GRANITE_MOE |= {"output_router_logits": False, "residual_multiplier": 0.22}
+GRANITE_MOE |= {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000000}
+GRANITE_MOE |= {"router_aux_loss_coef": 0.0, "tie_word_embeddings": True}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -175,6 +183,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "dots.llm1.inst": (DOTS, 2 * 62 * 32 * 128 * 2),
     "OLMoE-1B-7B-0924-Instruct": (OLMOE, 2 * 16 * 16 * 128 * 2),
     "Qwen1.5-MoE-A2.7B-Chat": (QWEN_MOE, 2 * 24 * 16 * 128 * 2),
+    "granite-3.1-3b-a800m-instruct": (GRANITE_MOE, 2 * 32 * 8 * 64 * 2),
 }
 
 

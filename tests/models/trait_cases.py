@@ -132,6 +132,17 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 20,
         },
     ),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -338,6 +349,17 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "layer_types": [SLIDING, FULL],
         "decoder_sparse_step": 2,
+    },
+    "granitemoe_factors": {},
+    "granitemoe_tied_bias": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "num_key_value_heads": 1,
+    },
+    "granitemoe_top1_yarn": {
+        "num_experts_per_tok": 1,
+        "rope_parameters": YARN,
+        "num_key_value_heads": 4,
     },
 }
 

@@ -156,6 +156,15 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         },
         THETA,
     ],
+    "granitemoe_factors": [
+        {"num_local_experts": 5},
+        {"num_experts_per_tok": 1},
+        {"attention_multiplier": 0.5},
+        {"embedding_multiplier": 1.0},
+        {"residual_multiplier": 1.0},
+        {"logits_scaling": 4.0},
+        THETA,
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = ("solar_open_groups", "qwen2_moe_as_they_are")
