@@ -18,6 +18,7 @@ from jaxserve.models.config.stored_quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.strict_json import read_object
 from jaxserve.models.config.wrappers import WRAPPERS, text_fields, wrapper_of
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.families.afmoe import AFMOE
 from jaxserve.models.families.bamba import BAMBA
 from jaxserve.models.families.cohere import COHERE
 from jaxserve.models.families.deepseek import DEEPSEEK
@@ -89,6 +90,7 @@ FAMILIES = (
     EXAONE,
     HUNYUAN,
     DOTS,
+    AFMOE,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

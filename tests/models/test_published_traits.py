@@ -184,6 +184,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "OLMoE-1B-7B-0924-Instruct": (OLMOE, 2 * 16 * 16 * 128 * 2),
     "Qwen1.5-MoE-A2.7B-Chat": (QWEN_MOE, 2 * 24 * 16 * 128 * 2),
     "granite-3.1-3b-a800m-instruct": (GRANITE_MOE, 2 * 32 * 8 * 64 * 2),
+    "Trinity (defaults of the class)": (defaults("Afmoe"), 2 * 32 * 16 * 128 * 2),
 }
 
 

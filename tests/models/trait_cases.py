@@ -143,6 +143,22 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
         },
     ),
+    "afmoe": (
+        "Afmoe",
+        {
+            "head_dim": 12,
+            "num_hidden_layers": 3,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "sliding_window": 9,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "route_scale": 1.5,
+            "mup_enabled": True,
+        },
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -359,6 +375,23 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
     "granitemoe_top1_yarn": {
         "num_experts_per_tok": 1,
         "rope_parameters": YARN,
+        "num_key_value_heads": 4,
+    },
+    "afmoe_scaled": {},
+    "afmoe_tied_period": {
+        "tie_word_embeddings": True,
+        "mup_enabled": False,
+        "num_dense_layers": 0,
+        "layer_types": None,
+        "global_attn_every_n_layers": 3,
+        "num_key_value_heads": 1,
+    },
+    "afmoe_top1_linear": {
+        "num_experts_per_tok": 1,
+        "num_shared_experts": 1,
+        "num_hidden_layers": 2,
+        "layer_types": [FULL, SLIDING],
+        "rope_parameters": LINEAR,
         "num_key_value_heads": 4,
     },
 }

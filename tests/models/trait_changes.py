@@ -165,6 +165,19 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"logits_scaling": 4.0},
         THETA,
     ],
+    "afmoe_scaled": [
+        {"num_experts": 5},
+        {"num_experts_per_tok": 1},
+        {"moe_intermediate_size": 12},
+        {"num_shared_experts": 1},
+        {"num_dense_layers": 0},
+        {"route_scale": 2.5},
+        {"mup_enabled": False},
+        {"sliding_window": 5},
+        {"layer_types": [SLIDING, FULL, FULL]},
+        {"layer_types": None, "global_attn_every_n_layers": 3},
+        THETA,
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = ("solar_open_groups", "qwen2_moe_as_they_are")
