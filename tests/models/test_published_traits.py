@@ -185,6 +185,10 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "Qwen1.5-MoE-A2.7B-Chat": (QWEN_MOE, 2 * 24 * 16 * 128 * 2),
     "granite-3.1-3b-a800m-instruct": (GRANITE_MOE, 2 * 32 * 8 * 64 * 2),
     "Trinity (defaults of the class)": (defaults("Afmoe"), 2 * 32 * 16 * 128 * 2),
+    "Mellum2-12B-A2.5B (defaults of the class)": (
+        defaults("Mellum", layer_types=alternating(4, 28)),
+        2 * 28 * 4 * 128 * 2,
+    ),
 }
 
 

@@ -159,6 +159,18 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mup_enabled": True,
         },
     ),
+    "mellum": (
+        "Mellum",
+        {
+            "head_dim": 12,
+            "layer_types": [SLIDING, FULL],
+            "sliding_window": 9,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "rope_parameters": {FULL: YARN, SLIDING: LOCAL_ROPE},
+        },
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -392,6 +404,20 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "layer_types": [FULL, SLIDING],
         "rope_parameters": LINEAR,
+        "num_key_value_heads": 4,
+    },
+    "mellum_two_ropes": {},
+    "mellum_tied_one_dense": {
+        "tie_word_embeddings": True,
+        "mlp_layer_types": ["dense", "sparse"],
+        "norm_topk_prob": False,
+        "num_key_value_heads": 1,
+    },
+    "mellum_bias_top1": {
+        "attention_bias": True,
+        "num_experts_per_tok": 1,
+        "layer_types": [FULL, SLIDING],
+        "rope_parameters": {FULL: LINEAR, SLIDING: LOCAL_ROPE},
         "num_key_value_heads": 4,
     },
 }

@@ -178,6 +178,21 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"layer_types": None, "global_attn_every_n_layers": 3},
         THETA,
     ],
+    "mellum_two_ropes": [
+        {"num_local_experts": 5},
+        {"num_experts": 5},
+        {"num_experts_per_tok": 1},
+        {"moe_intermediate_size": 12},
+        {"norm_topk_prob": False},
+        {"mlp_layer_types": ["dense", "sparse"]},
+        {"sliding_window": 5},
+        {"layer_types": [FULL, SLIDING]},
+        {"rope_parameters.sliding_attention.rope_theta": 600.0},
+    ],
 }
 # All layers have experts, whose width is another field.
-TRAIT_WITHOUT_MLP: tuple[str, ...] = ("solar_open_groups", "qwen2_moe_as_they_are")
+TRAIT_WITHOUT_MLP: tuple[str, ...] = (
+    "solar_open_groups",
+    "qwen2_moe_as_they_are",
+    "mellum_two_ropes",
+)

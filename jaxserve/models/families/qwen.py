@@ -1,19 +1,20 @@
 """Qwen2 and 2.5 (Qwen team 2024) and Qwen3 (2025), dense and with experts.
 
 Qwen2 is Llama with biases on queries, keys and values. Qwen2-MoE (2024, Qwen1.5-MoE) has experts
-beside a shared MLP with a gate. Qwen3 has no biases, and a norm on each
+beside a shared MLP with a gate. Mellum 2 (JetBrains 2026) is Qwen3-MoE with windows, whose layers
+have a rotary embedding of their own. Qwen3 has no biases, and a norm on each
 query and key head before the rotation. The text models of Qwen2-VL, 2.5-VL, 2.5-Omni and Qwen3-VL
 are the same models: the three positions of a text token are equal. Reference implementations:
-`Qwen2ForCausalLM`, `Qwen2MoeForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, and the text models of
+`Qwen2ForCausalLM`, `Qwen2MoeForCausalLM`, `MellumForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, and the text models of
 `Qwen2_5_VLForConditionalGeneration` and similar classes in Hugging Face Transformers.
 """
 
 from dataclasses import replace
 from types import MappingProxyType
 
-from jaxserve.models.config.experts import Experts, expert_counts, expert_width
+from jaxserve.models.config.experts import Experts, expert_counts, expert_width, listed_layers
 from jaxserve.models.config.fields import Fields
-from jaxserve.models.config.layers import LayerTable, by_switch, one_switched_window
+from jaxserve.models.config.layers import LayerTable, by_switch, by_type, one_switched_window
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules
@@ -82,6 +83,17 @@ def _shared_experts(fields: Fields, layers: int) -> Experts:
         _experts(fields, layers),
         shared=expert_width(fields, "shared_expert_intermediate_size"),
         shared_gate=True,
+    )
+
+
+def _listed_experts(fields: Fields, layers: int) -> Experts:
+    count, chosen = expert_counts(fields, ("num_experts", "num_local_experts"))
+    return Experts(
+        count,
+        expert_width(fields, "moe_intermediate_size"),
+        chosen,
+        listed_layers(fields, layers),
+        normalize=fields.flag("norm_topk_prob", default=True),
     )
 
 
@@ -199,6 +211,26 @@ QWEN = Family(
                 explicit=KV_HEADS,
                 layers=one_switched_window,
                 experts=_experts,
+            ),
+            _qwen3_moe_weights,
+            QWEN3_TRAITS,
+        ),
+        "MellumForCausalLM": Architecture(
+            ConfigRules(
+                "mellum",
+                # Modules that predict further tokens, which are not read.
+                ignored=ROUTING
+                | {
+                    "max_window_layers",
+                    "mtp_layer_types",
+                    "mtp_mlp_layer_types",
+                    "num_mtp_layers",
+                    "num_nextn_predict_layers",
+                },
+                explicit=HEADS | {"layer_types", "rope_parameters"},
+                layers=by_type,
+                rope=RopeRules(by_layer_type=True),
+                experts=_listed_experts,
             ),
             _qwen3_moe_weights,
             QWEN3_TRAITS,
