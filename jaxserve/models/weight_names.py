@@ -131,6 +131,18 @@ def attention_projections(config: ModelConfig) -> list[WeightName]:
     return layer
 
 
+def stacked_projections(config: ModelConfig) -> list[WeightName]:
+    """Return the tensors of a layer's attention whose queries, keys and values are one tensor."""
+    q, k, v = fused_qkv(config)
+    qkv, rows = "self_attn.qkv_proj.weight", "(K G H | K H | K H) D"
+    return [
+        WeightName(qkv, f"{rows} -> D K G H", "attention.qkv", q, part=0),
+        WeightName(qkv, f"{rows} -> D K H", "attention.qkv", k, part=1),
+        WeightName(qkv, f"{rows} -> D K H", "attention.qkv", v, part=2),
+        WeightName("self_attn.o_proj.weight", "D (K G H) -> K G H D", "attention.out"),
+    ]
+
+
 def gated_projections() -> list[WeightName]:
     """Return the tensors of a layer's attention with a gate for each number of a query head.
 

@@ -17,7 +17,7 @@ from tests.models.rope_cases import (
     SLIDING,
     YARN,
 )
-from tests.models.trait_cases import TRAIT_CASES, TRAIT_FAMILIES, wrapped
+from tests.models.trait_cases import COMPUTED_BY, TRAIT_CASES, TRAIT_FAMILIES, wrapped
 
 EXPERTS = {
     "num_key_value_heads": 4,
@@ -783,5 +783,6 @@ def transformers_model(case: str, sizes: Mapping[str, Any] = MappingProxyType({}
     """Return Transformers' model of a case, with its own random weights."""
     name, _ = FAMILIES[family_of(case)]
     config = transformers_config(case, sizes)
+    name = COMPUTED_BY.get(name, name)
     name += "ForConditionalGeneration" if hasattr(config, "text_config") else "ForCausalLM"
     return getattr(transformers, name)(config)

@@ -189,6 +189,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
         defaults("Mellum", layer_types=alternating(4, 28)),
         2 * 28 * 4 * 128 * 2,
     ),
+    "sarvam-30b (defaults of the class)": (defaults("SarvamMoE"), 2 * 19 * 4 * 64 * 2),
 }
 
 

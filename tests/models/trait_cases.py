@@ -171,6 +171,7 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {FULL: YARN, SLIDING: LOCAL_ROPE},
         },
     ),
+    "sarvam_moe": ("SarvamMoE", {**SCORED, "head_dim": 12, "first_k_dense_replace": 1}),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -420,8 +421,23 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {FULL: LINEAR, SLIDING: LOCAL_ROPE},
         "num_key_value_heads": 4,
     },
+    "sarvam_moe_groups": {"n_group": 3, "topk_group": 2},
+    "sarvam_moe_tied_top1": {
+        "tie_word_embeddings": True,
+        "num_experts_per_tok": 1,
+        "first_k_dense_replace": 0,
+        "num_key_value_heads": 1,
+    },
+    "sarvam_moe_as_they_are_yarn": {
+        "norm_topk_prob": False,
+        "n_shared_experts": 1,
+        "rope_parameters": YARN,
+        "num_key_value_heads": 4,
+    },
 }
 
+# Transformers' classes of models by those of configurations, where the names differ.
+COMPUTED_BY = {"SarvamMoE": "Glm4Moe"}
 # Transformers' classes of wrappers whose text has no class with logits of its own.
 WRAPPERS = ("MuseGlimmer", "Glm4v", "Glm4vMoe")
 

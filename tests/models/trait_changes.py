@@ -189,6 +189,14 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"layer_types": [FULL, SLIDING]},
         {"rope_parameters.sliding_attention.rope_theta": 600.0},
     ],
+    "sarvam_moe_groups": [
+        *SCORED,
+        {"first_k_dense_replace": 0},
+        {"num_nextn_predict_layers": 17},
+        {"use_qk_norm": False},
+        THETA,
+        PARTIAL,
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = (

@@ -2,7 +2,7 @@
 
 Queries, keys and values have biases. Gate and up projections are one tensor. GLM-4-0414 also has
 norms after attention and MLP. GLM-4.5 to 4.7 (2025) have DeepSeek-V3's router, and rotate halves.
-Solar Open (Upstage 2025) is GLM-4.5 with experts in every layer, and rotates whole heads. Reference
+Sarvam 30B (2026) is GLM-4.5 with other names of tensors. Solar Open (Upstage 2025) is GLM-4.5 with experts in every layer, and rotates whole heads. Reference
 implementations: `GlmForCausalLM`, `Glm4ForCausalLM`, `Glm4MoeForCausalLM` and
 `SolarOpenForCausalLM` in Hugging Face Transformers.
 """
@@ -27,6 +27,7 @@ from jaxserve.models.weight_names import (
     expert_weights,
     fused_mlp,
     model_weights,
+    stacked_projections,
 )
 from jaxserve.models.weight_table import WeightName
 
@@ -53,6 +54,11 @@ def _glm4_weights(config: ModelConfig) -> list[WeightName]:
 def _moe_weights(config: ModelConfig) -> list[WeightName]:
     norms = QK_NORMS if config.use_qk_norm else ()
     layer = [*PRE_NORMS, *attention_projections(config), *norms]
+    return model_weights(config, layer, [*expert_weights(config), *SHARED, CORRECTION])
+
+
+def _sarvam_weights(config: ModelConfig) -> list[WeightName]:
+    layer = [*PRE_NORMS, *stacked_projections(config), *QK_NORMS]
     return model_weights(config, layer, [*expert_weights(config), *SHARED, CORRECTION])
 
 
@@ -93,6 +99,37 @@ GLM = Family(
             ),
             _moe_weights,
             FamilyTraits(qk_norm="head", router="sigmoid"),
+        ),
+        "SarvamMoEForCausalLM": Architecture(
+            ConfigRules(
+                "sarvam_moe",
+                renamed=MappingProxyType(
+                    {
+                        "num_experts": "n_routed_experts",
+                        "num_shared_experts": "n_shared_experts",
+                        "use_qkv_bias": "attention_bias",
+                    }
+                ),
+                neutral=MappingProxyType({"attention_bias": False, "use_qk_norm": True}),
+                ignored=ROUTING,
+                explicit=HEADS | {"first_k_dense_replace", "n_shared_experts"},
+                rope=RopeRules(theta=8e6, partial=1.0),
+                experts=scored_experts,
+                extra_layers="num_nextn_predict_layers",
+                qkv_bias=False,
+                output_bias=False,
+            ),
+            _sarvam_weights,
+            FamilyTraits(qk_norm="head", router="sigmoid"),
+            computed_by="Glm4MoeForCausalLM",
+            tensors=(
+                (r"^model\.word_embeddings\.", "model.embed_tokens."),
+                (r"\.attention\.query_key_value\.", ".self_attn.qkv_proj."),
+                (r"\.attention\.dense\.", ".self_attn.o_proj."),
+                (r"\.attention\.query_layernorm\.", ".self_attn.q_norm."),
+                (r"\.attention\.key_layernorm\.", ".self_attn.k_norm."),
+                (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+            ),
         ),
         "SolarOpenForCausalLM": Architecture(
             ConfigRules(
