@@ -65,6 +65,7 @@ NEEDED = {
     "OlmoHybridForCausalLM": {"num_key_value_heads": 30},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Glm4vMoeForCausalLM": {"num_key_value_heads": 8, "num_attention_heads": 64},
     "Dots1ForCausalLM": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -79,7 +80,11 @@ NEEDED = {
 def test_what_transformers_writes_is_read(architecture, tmp_path):
     """Reads the sizes that Transformers fills in, except fields that belong to one model only."""
     name = architecture.removesuffix("ForCausalLM")
-    name += "Text" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer") else ""
+    name += (
+        "Text"
+        if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer", "Glm4v", "Glm4vMoe")
+        else ""
+    )
     needed = {"num_key_value_heads": 4} | NEEDED.get(architecture, {})
     written = getattr(transformers, f"{name}Config")(
         architectures=[architecture], dtype="bfloat16", vocab_size=300_000, **needed

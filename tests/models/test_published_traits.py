@@ -158,6 +158,12 @@ GRANITE_MOE |= {"num_experts_per_tok": 8, "num_local_experts": 40, "pad_token_id
 GRANITE_MOE |= {"output_router_logits": False, "residual_multiplier": 0.22}
 GRANITE_MOE |= {"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000000}
 GRANITE_MOE |= {"router_aux_loss_coef": 0.0, "tie_word_embeddings": True}
+GLM_41V_TEXT = COMMON | shape(4096, 13696, 40, 32, 2, 151552) | {"model_type": "glm4v_text"}
+GLM_41V_TEXT |= {"attention_bias": True, "eos_token_id": [151329, 151336, 151338, 151348]}
+GLM_41V_TEXT |= {"max_position_embeddings": 65536, "pad_token_id": 151329}
+GLM_41V_TEXT |= {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+GLM_41V_TEXT |= {"rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]}}
+GLM_41V_TEXT |= {"architectures": ["Glm4vForCausalLM"]}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -190,6 +196,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
         2 * 28 * 4 * 128 * 2,
     ),
     "sarvam-30b (defaults of the class)": (defaults("SarvamMoE"), 2 * 19 * 4 * 64 * 2),
+    "GLM-4.1V-9B-Thinking (text)": (GLM_41V_TEXT, 2 * 40 * 2 * 128 * 2),
 }
 
 

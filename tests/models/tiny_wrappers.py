@@ -81,6 +81,7 @@ LEFT_OUT = {
 }
 # Not in Transformers under this name, or not as a model of text alone.
 ABSENT = {
+    "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration",
     "InternVLChatModel", "KimiK25ForConditionalGeneration", "KimiVLForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration", "Qwen2_5OmniForConditionalGeneration",
     "Qwen3OmniMoeForConditionalGeneration",

@@ -11,6 +11,12 @@ import transformers
 
 from tests.models.rope_cases import FULL, LINEAR, LLAMA3_SCALING, LOCAL_ROPE, SLIDING, YARN
 
+SECTIONS = {
+    "rope_type": "default",
+    "rope_theta": 500.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [1, 1, 0],
+}
 SCORED = {
     "num_key_value_heads": 2,
     "n_routed_experts": 6,
@@ -172,6 +178,7 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "sarvam_moe": ("SarvamMoE", {**SCORED, "head_dim": 12, "first_k_dense_replace": 1}),
+    "glm4v": ("Glm4v", {"rope_parameters": SECTIONS}),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -432,6 +439,17 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "n_shared_experts": 1,
         "rope_parameters": YARN,
+        "num_key_value_heads": 4,
+    },
+    "glm4v_half_rotated": {},
+    "glm4v_tied_quarter": {
+        "tie_word_embeddings": True,
+        "rope_parameters": SECTIONS | {"partial_rotary_factor": 0.25, "mrope_section": [1]},
+        "num_key_value_heads": 1,
+    },
+    "glm4v_narrow_whole_heads": {
+        "hidden_size": 48,
+        "rope_parameters": SECTIONS | {"partial_rotary_factor": 1.0, "mrope_section": [3, 2, 1]},
         "num_key_value_heads": 4,
     },
 }

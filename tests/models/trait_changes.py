@@ -197,6 +197,7 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         THETA,
         PARTIAL,
     ],
+    "glm4v_half_rotated": [THETA, PARTIAL, {"rope_parameters.mrope_section": "1"}],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = (

@@ -4,7 +4,8 @@ Queries, keys and values have biases. Gate and up projections are one tensor. GL
 norms after attention and MLP. GLM-4.5 to 4.7 (2025) have DeepSeek-V3's router, and rotate halves.
 Sarvam 30B (2026) is GLM-4.5 with other names of tensors. Solar Open (Upstage 2025) is GLM-4.5 with experts in every layer, and rotates whole heads. Reference
 implementations: `GlmForCausalLM`, `Glm4ForCausalLM`, `Glm4MoeForCausalLM` and
-`SolarOpenForCausalLM` in Hugging Face Transformers.
+`SolarOpenForCausalLM` in Hugging Face Transformers. The text models of GLM-4.1V and 4.5V (2025),
+`Glm4vForConditionalGeneration` and `Glm4vMoeForConditionalGeneration`, are GLM-4-0414 and GLM-4.5.
 """
 
 from types import MappingProxyType
@@ -38,6 +39,7 @@ NORMS = (
     WeightName("post_attention_layernorm.weight", "D -> D", "mlp_norm.scale"),
     WeightName("post_mlp_layernorm.weight", "D -> D", "mlp_out_norm.scale"),
 )
+TEXT_ROPE = RopeRules(kinds=("default", "linear", "yarn"), partial=0.5, sections=True)
 ROPE = RopeRules(kinds=("default", "linear", "yarn"), partial=0.5)
 
 
@@ -85,6 +87,32 @@ GLM = Family(
             ConfigRules("glm4", explicit=HEADS, rope=ROPE, biased=True, output_bias=False),
             _glm4_weights,
             FamilyTraits(interleaved=True, norms="around"),
+        ),
+        "Glm4vForCausalLM": Architecture(
+            ConfigRules(
+                "glm4v_text",
+                neutral=MappingProxyType({"attention_bias": True}),
+                explicit=KV_HEADS,
+                rope=TEXT_ROPE,
+                qkv_bias=True,
+                output_bias=False,
+            ),
+            _glm4_weights,
+            FamilyTraits(interleaved=True, norms="around"),
+        ),
+        "Glm4vMoeForCausalLM": Architecture(
+            ConfigRules(
+                "glm4v_moe_text",
+                neutral=MappingProxyType({"use_qk_norm": False}),
+                ignored=ROUTING | {"num_nextn_predict_layers"},
+                explicit=KV_HEADS | {"first_k_dense_replace", "n_shared_experts"},
+                rope=TEXT_ROPE,
+                experts=scored_experts,
+                output_bias=False,
+                biased=True,
+            ),
+            _moe_weights,
+            FamilyTraits(router="sigmoid"),
         ),
         "Glm4MoeForCausalLM": Architecture(
             ConfigRules(
