@@ -164,6 +164,9 @@ GLM_41V_TEXT |= {"max_position_embeddings": 65536, "pad_token_id": 151329}
 GLM_41V_TEXT |= {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 GLM_41V_TEXT |= {"rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]}}
 GLM_41V_TEXT |= {"architectures": ["Glm4vForCausalLM"]}
+GLM_45V_TEXT = GLM_45_AIR | {"model_type": "glm4v_moe_text", "vocab_size": 151552}
+GLM_45V_TEXT |= {"architectures": ["Glm4vMoeForCausalLM"], "max_position_embeddings": 65536}
+GLM_45V_TEXT |= {"rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]}}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -197,6 +200,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     ),
     "sarvam-30b (defaults of the class)": (defaults("SarvamMoE"), 2 * 19 * 4 * 64 * 2),
     "GLM-4.1V-9B-Thinking (text)": (GLM_41V_TEXT, 2 * 40 * 2 * 128 * 2),
+    "GLM-4.5V (text)": (GLM_45V_TEXT, 2 * 46 * 8 * 128 * 2),
 }
 
 

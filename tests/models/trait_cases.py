@@ -179,6 +179,10 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "sarvam_moe": ("SarvamMoE", {**SCORED, "head_dim": 12, "first_k_dense_replace": 1}),
     "glm4v": ("Glm4v", {"rope_parameters": SECTIONS}),
+    "glm4v_moe": (
+        "Glm4vMoe",
+        {**SCORED, "first_k_dense_replace": 1, "rope_parameters": SECTIONS},
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -450,6 +454,21 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
     "glm4v_narrow_whole_heads": {
         "hidden_size": 48,
         "rope_parameters": SECTIONS | {"partial_rotary_factor": 1.0, "mrope_section": [3, 2, 1]},
+        "num_key_value_heads": 4,
+    },
+    "glm4v_moe_groups": {"n_group": 3, "topk_group": 2},
+    "glm4v_moe_tied_top1": {
+        "tie_word_embeddings": True,
+        "num_experts_per_tok": 1,
+        "first_k_dense_replace": 0,
+        "attention_bias": False,
+        "num_key_value_heads": 1,
+    },
+    "glm4v_moe_as_they_are": {
+        "norm_topk_prob": False,
+        "n_shared_experts": 1,
+        "hidden_size": 48,
+        "rope_parameters": SECTIONS | {"mrope_section": [2, 1, 0]},
         "num_key_value_heads": 4,
     },
 }

@@ -198,6 +198,13 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         PARTIAL,
     ],
     "glm4v_half_rotated": [THETA, PARTIAL, {"rope_parameters.mrope_section": "1"}],
+    "glm4v_moe_groups": [
+        *SCORED,
+        {"attention_bias": False},
+        {"first_k_dense_replace": 0},
+        THETA,
+        PARTIAL,
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = (
