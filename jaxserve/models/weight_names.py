@@ -174,6 +174,20 @@ def mlp_projections(config: ModelConfig) -> list[WeightName]:
     return layer
 
 
+def squared_mlp(config: ModelConfig) -> list[WeightName]:
+    """Return the tensors of a layer's dense MLP without gate: the matrices and any biases."""
+    layer = [
+        WeightName("mlp.up_proj.weight", "F D -> D F", "mlp.up"),
+        WeightName("mlp.down_proj.weight", "D F -> F D", "mlp.down"),
+    ]
+    if config.mlp_bias:
+        layer += [
+            WeightName("mlp.up_proj.bias", "F -> F", "mlp.up_bias", (0,)),
+            WeightName("mlp.down_proj.bias", "D -> D", "mlp.down_bias"),
+        ]
+    return layer
+
+
 def fused_mlp() -> list[WeightName]:
     """Return the tensors of a layer's dense MLP, of which gate and up projections are fused."""
     gate_up = "mlp.gate_up_proj.weight"

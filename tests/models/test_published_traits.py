@@ -167,6 +167,19 @@ GLM_41V_TEXT |= {"architectures": ["Glm4vForCausalLM"]}
 GLM_45V_TEXT = GLM_45_AIR | {"model_type": "glm4v_moe_text", "vocab_size": 151552}
 GLM_45V_TEXT |= {"architectures": ["Glm4vMoeForCausalLM"], "max_position_embeddings": 65536}
 GLM_45V_TEXT |= {"rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]}}
+ARCEE = COMMON | shape(2560, 18432, 36, 20, 4, 128004) | {"model_type": "arcee"}
+ARCEE |= {"architectures": ["ArceeForCausalLM"], "attention_bias": False, "head_dim": 128}
+ARCEE |= {"bos_token_id": 128000, "eos_token_id": 128003, "hidden_act": "relu2"}
+ARCEE |= {"max_position_embeddings": 65536, "mlp_bias": False, "rms_norm_eps": 1e-5}
+ARCEE |= {"rope_theta": 10000.0}
+ARCEE["rope_scaling"] = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 20.0,
+    "mscale": 1.0,
+    "original_max_position_embeddings": 4096,
+    "rope_type": "yarn",
+}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -201,6 +214,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "sarvam-30b (defaults of the class)": (defaults("SarvamMoE"), 2 * 19 * 4 * 64 * 2),
     "GLM-4.1V-9B-Thinking (text)": (GLM_41V_TEXT, 2 * 40 * 2 * 128 * 2),
     "GLM-4.5V (text)": (GLM_45V_TEXT, 2 * 46 * 8 * 128 * 2),
+    "AFM-4.5B": (ARCEE, 2 * 36 * 4 * 128 * 2),
 }
 
 

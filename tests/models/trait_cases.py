@@ -183,6 +183,7 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4vMoe",
         {**SCORED, "first_k_dense_replace": 1, "rope_parameters": SECTIONS},
     ),
+    "arcee": ("Arcee", {}),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -471,6 +472,15 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": SECTIONS | {"mrope_section": [2, 1, 0]},
         "num_key_value_heads": 4,
     },
+    "arcee_squared": {},
+    "arcee_tied_biases": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 12,
+        "num_key_value_heads": 1,
+    },
+    "arcee_yarn": {"rope_parameters": YARN, "num_key_value_heads": 4},
 }
 
 # Transformers' classes of models by those of configurations, where the names differ.

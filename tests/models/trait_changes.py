@@ -205,6 +205,7 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         THETA,
         PARTIAL,
     ],
+    "arcee_squared": [{"hidden_act": "silu"}, THETA],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = (
