@@ -35,7 +35,7 @@ class FamilyTraits:
         norm_embedding: the embeddings are normalized, without a scale.
         final_offset: the norm after the last layer has `norm_offset` too.
         norm_rounds_last: norms are scaled before they are rounded to 16 bits, instead of after.
-        activation: activation of the gated MLP, or "relu2" for an MLP without gate.
+        activation: activation of the gated MLP, or "relu2" or "xielu" for an MLP without gate.
         router: how experts are chosen (see `routing.route`); "chosen" also adds biases to router
             and experts, and selects gpt-oss's activation.
         gated: gates that multiply the result of attention: a gate for each of the "numbers" of a
@@ -56,7 +56,7 @@ class FamilyTraits:
     norm_embedding: bool = False
     final_offset: bool = True
     norm_rounds_last: bool = False
-    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2", "xielu"] = "silu"
     router: Router = "softmax"
     sinks: bool = False
     gated: Literal["numbers", "heads"] | None = None

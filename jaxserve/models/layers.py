@@ -34,6 +34,8 @@ from pallas_kernels import (
     gated_matmul,
     has_few_row_product,
     row_sums,
+    sigmoid,
+    softplus,
 )
 from pallas_kernels.devices import target_device
 
@@ -249,6 +251,9 @@ class Embedding(nnx.Module):
         return matmul(hidden, project, out_dtype=accumulator(hidden.dtype))
 
 
+XIELU_EPS = -1e-6  # above it, exp(x) - 1 is that of this number
+
+
 class SquaredMLP(nnx.Module):
     """down(relu(up(x)) ** 2) (So et al. 2021, "Primer")."""
 
@@ -287,7 +292,39 @@ class SquaredMLP(nnx.Module):
 
     def _hidden(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
         bias = None if self.up_bias is None else self.up_bias[...][0]
-        return squared(matmul(x, self.up[...], bias=bias))
+        return self._activated(matmul(x, self.up[...], bias=bias))
+
+    def _activated(self, x: Float[Array, "T F"]) -> Float[Array, "T F"]:
+        return squared(x)
+
+
+class XieluMLP(SquaredMLP):
+    """down(xielu(up(x))) (Huang and Schlag 2024, arXiv:2411.13010).
+
+    xielu(x) is x / 2 + p x**2 for x > 0, else x / 2 + n (exp(x) - 1 - x). p and n - 1/2 are the
+    softplus of two learned numbers of the layer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs | None,
+        width: int | None = None,
+    ) -> None:
+        super().__init__(config, dtype, rngs, width)
+        self.curves = constant(0.0, (2,), ("taps",), dtype)
+
+    def _activated(self, x: Float[Array, "T F"]) -> Float[Array, "T F"]:
+        exact = accumulator(x.dtype)
+        positive, negative = softplus(self.curves[...].astype(exact))
+        y = x.astype(exact)
+        # exp(y) - 1 from the kernel of sigmoid, whose bits do not depend on the place in the array.
+        share = sigmoid(jnp.minimum(y, XIELU_EPS))
+        grown = (2.0 * share - 1.0) / (1.0 - share) - y
+        # Each has a single product in its sum.
+        above, below = y * (positive * y + 0.5), 0.5 * (y + (2.0 * negative + 1.0) * grown)
+        return jnp.where(y > 0, above, below).astype(x.dtype)
 
 
 def squared(x: Float[Array, "*sizes"]) -> Float[Array, "*sizes"]:
@@ -305,6 +342,8 @@ def build_mlp(
     """Make the MLP of a family, of the model's width by default."""
     if traits.activation == "relu2":
         return SquaredMLP(config, dtype, rngs, width)
+    if traits.activation == "xielu":
+        return XieluMLP(config, dtype, rngs, width)
     return GatedMLP(config, dtype, rngs, traits, width)
 
 
@@ -322,7 +361,7 @@ class GatedMLP(nnx.Module):
         traits: FamilyTraits = LLAMA_TRAITS,
         width: int | None = None,
     ) -> None:
-        assert traits.activation != "relu2"
+        assert traits.activation not in ("relu2", "xielu")
         self.activation: Activation = traits.activation
         self.split, self.gate_factor = config.split, config.scales.gate
         embed, mlp = config.hidden_size, width or config.intermediate_size

@@ -19,6 +19,7 @@ from jaxserve.models.config.strict_json import read_object
 from jaxserve.models.config.wrappers import WRAPPERS, text_fields, wrapper_of
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.afmoe import AFMOE
+from jaxserve.models.families.apertus import APERTUS
 from jaxserve.models.families.bamba import BAMBA
 from jaxserve.models.families.cohere import COHERE
 from jaxserve.models.families.deepseek import DEEPSEEK
@@ -91,6 +92,7 @@ FAMILIES = (
     HUNYUAN,
     DOTS,
     AFMOE,
+    APERTUS,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

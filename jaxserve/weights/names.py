@@ -17,8 +17,12 @@ logger = logging.getLogger(__name__)
 
 # Modules that predict further tokens (Qwen3.5, Nemotron 3). They are not read.
 FURTHER = "mtp."
-# Rotary frequencies. Old versions of Transformers stored them, but the config determines them.
-COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# Rotary frequencies, which old versions of Transformers stored, and constants of an activation
+# (Apertus). The config determines both.
+COMPUTED = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    r"|model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)"
+)
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 OUTPUT = "lm_head.weight"
 

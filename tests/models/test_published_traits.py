@@ -180,6 +180,12 @@ ARCEE["rope_scaling"] = {
     "original_max_position_embeddings": 4096,
     "rope_type": "yarn",
 }
+APERTUS = COMMON | shape(4096, 21504, 32, 32, 8, 131072) | {"model_type": "apertus"}
+APERTUS |= {"architectures": ["ApertusForCausalLM"], "attention_bias": False, "mlp_bias": False}
+APERTUS |= {"bos_token_id": 1, "eos_token_id": 68, "hidden_act": "xielu", "pad_token_id": 3}
+APERTUS |= {"max_position_embeddings": 65536, "post_norm": False, "qk_norm": True}
+APERTUS |= {"rms_norm_eps": 1e-5, "rope_theta": 12000000}
+APERTUS |= {"rope_scaling": LLAMA_3["rope_scaling"]}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -215,6 +221,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "GLM-4.1V-9B-Thinking (text)": (GLM_41V_TEXT, 2 * 40 * 2 * 128 * 2),
     "GLM-4.5V (text)": (GLM_45V_TEXT, 2 * 46 * 8 * 128 * 2),
     "AFM-4.5B": (ARCEE, 2 * 36 * 4 * 128 * 2),
+    "Apertus-8B-Instruct-2509": (APERTUS, 2 * 32 * 8 * 128 * 2),
 }
 
 

@@ -184,6 +184,7 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**SCORED, "first_k_dense_replace": 1, "rope_parameters": SECTIONS},
     ),
     "arcee": ("Arcee", {}),
+    "apertus": ("Apertus", {"rope_parameters": LLAMA3_SCALING}),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -481,6 +482,14 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
     "arcee_yarn": {"rope_parameters": YARN, "num_key_value_heads": 4},
+    "apertus_llama3": {},
+    "apertus_tied_bias": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rope_parameters": LINEAR,
+        "num_key_value_heads": 1,
+    },
+    "apertus_yarn": {"rope_parameters": YARN, "num_key_value_heads": 4},
 }
 
 # Transformers' classes of models by those of configurations, where the names differ.

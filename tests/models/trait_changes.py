@@ -206,6 +206,7 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         PARTIAL,
     ],
     "arcee_squared": [{"hidden_act": "silu"}, THETA],
+    "apertus_llama3": [{"hidden_act": "relu2"}, {"qk_norm": False}, THETA],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = (

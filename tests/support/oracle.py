@@ -310,7 +310,13 @@ def _dense(x: Array, layer: dict[str, Array], name: str, factor: float = 1.0) ->
         down = layer.get(f"{name}.down_bias", 0)
         return _gated(x, gate_up, layer[f"{name}.down"], bias, factor) + down
     hidden = x @ layer[f"{name}.up"] + layer.get(f"{name}.up_bias", np.zeros((1, 1)))
-    return np.maximum(hidden, 0) ** 2 @ layer[f"{name}.down"] + layer.get(f"{name}.down_bias", 0)
+    if f"{name}.curves" in layer:
+        positive, negative = np.log1p(np.exp(layer[f"{name}.curves"])) + (0, 0.5)
+        below = negative * (np.expm1(np.minimum(hidden, -1e-6)) - hidden)
+        hidden = np.where(hidden > 0, positive * hidden**2, below) + hidden / 2
+    else:
+        hidden = np.maximum(hidden, 0) ** 2
+    return hidden @ layer[f"{name}.down"] + layer.get(f"{name}.down_bias", 0)
 
 
 def _within_groups(ranks: Array, experts: Experts) -> Array:
