@@ -38,6 +38,7 @@ from jaxserve.models.families.minimax import MINIMAX
 from jaxserve.models.families.mistral import MISTRAL
 from jaxserve.models.families.mixtral import MIXTRAL
 from jaxserve.models.families.muse_glimmer import MUSE_GLIMMER
+from jaxserve.models.families.nanochat import NANOCHAT
 from jaxserve.models.families.nemotron_h import NEMOTRON_H
 from jaxserve.models.families.olmo import OLMO
 from jaxserve.models.families.phi3 import PHI3
@@ -93,6 +94,7 @@ FAMILIES = (
     DOTS,
     AFMOE,
     APERTUS,
+    NANOCHAT,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

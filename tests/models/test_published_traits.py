@@ -186,6 +186,11 @@ APERTUS |= {"bos_token_id": 1, "eos_token_id": 68, "hidden_act": "xielu", "pad_t
 APERTUS |= {"max_position_embeddings": 65536, "post_norm": False, "qk_norm": True}
 APERTUS |= {"rms_norm_eps": 1e-5, "rope_theta": 12000000}
 APERTUS |= {"rope_scaling": LLAMA_3["rope_scaling"]}
+NANOCHAT = COMMON | shape(2048, 8192, 32, 16, 16, 65536) | {"model_type": "nanochat"}
+NANOCHAT |= {"architectures": ["NanoChatForCausalLM"], "attention_bias": False}
+NANOCHAT |= {"bos_token_id": 65527, "eos_token_id": 65531, "final_logit_softcapping": 15.0}
+NANOCHAT |= {"hidden_act": "relu2", "max_position_embeddings": 2048, "pad_token_id": 65527}
+NANOCHAT |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -222,6 +227,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "GLM-4.5V (text)": (GLM_45V_TEXT, 2 * 46 * 8 * 128 * 2),
     "AFM-4.5B": (ARCEE, 2 * 36 * 4 * 128 * 2),
     "Apertus-8B-Instruct-2509": (APERTUS, 2 * 32 * 8 * 128 * 2),
+    "nanochat-d32": (NANOCHAT, 2 * 32 * 16 * 128 * 2),
 }
 
 

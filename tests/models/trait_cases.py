@@ -185,6 +185,7 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "arcee": ("Arcee", {}),
     "apertus": ("Apertus", {"rope_parameters": LLAMA3_SCALING}),
+    "nanochat": ("NanoChat", {"final_logit_softcapping": 5.0}),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -490,6 +491,14 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
     "apertus_yarn": {"rope_parameters": YARN, "num_key_value_heads": 4},
+    "nanochat_cap": {},
+    "nanochat_tied_bias": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "final_logit_softcapping": None,
+        "num_key_value_heads": 1,
+    },
+    "nanochat_yarn": {"rope_parameters": YARN, "num_key_value_heads": 4},
 }
 
 # Transformers' classes of models by those of configurations, where the names differ.

@@ -207,6 +207,12 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
     ],
     "arcee_squared": [{"hidden_act": "silu"}, THETA],
     "apertus_llama3": [{"hidden_act": "relu2"}, {"qk_norm": False}, THETA],
+    "nanochat_cap": [
+        {"final_logit_softcapping": 3.0},
+        {"final_logit_softcapping": None},
+        {"hidden_act": "silu"},
+        THETA,
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = (

@@ -117,7 +117,8 @@ class Oracle:
             turns = rope_frequencies(rope or config.rope, config.head_dim) * (rope is not None)
             angles = np.arange(len(x))[:, None] * turns
             factor = getattr(rope and rope.scaling, "attention_factor", 1.0)
-            turns = factor * np.cos(angles), factor * np.sin(angles)
+            sign = -1 if rope is not None and rope.backwards else 1
+            turns = factor * np.cos(angles), sign * factor * np.sin(angles)
             results.append(after * self._attention(before * x, layer, *turns, window))
         return np.sum(results, axis=0)
 

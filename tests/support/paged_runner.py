@@ -44,7 +44,7 @@ class PagedRunner:
         self._own_pages = order.reshape(pages_per_row, self.num_rows).T.astype(np.int32)
         self.page_table = self._own_pages.copy()
         shape = (num_pages, config.num_key_value_heads, self.page_size, config.head_dim)
-        pages = np.zeros(shape, self.model.norm.scale.dtype)
+        pages = np.zeros(shape, self.model.norm.dtype)
         pages[0] = np.nan
         exact = (
             np.promote_types(pages.dtype, np.float32) if pages.dtype != "bfloat16" else np.float32
@@ -69,7 +69,7 @@ class PagedRunner:
             return model.logits(hidden), kept
 
         # Some products of 16-bit numbers need the fusions that are quick to leave out.
-        narrow = self.model.norm.scale.dtype.itemsize < 4
+        narrow = self.model.norm.dtype.itemsize < 4
         options = {"xla_backend_optimization_level": 0} if narrow else FAST
         self._forward = jax.jit(forward, compiler_options=options) if self.whole else forward
         self._leaves = leaves

@@ -111,12 +111,14 @@ Scaling = (
 class Rope:
     """The rotary position embedding of a layer: its base `theta` and its scaling, if any.
 
-    `partial` is the share of each head that is rotated.
+    `partial` is the share of each head that is rotated. `backwards` turns the pairs by the negative
+    angles.
     """
 
     theta: float
     scaling: Scaling | None = None
     partial: float = 1.0
+    backwards: bool = False
 
     def dimensions(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head of `head_dim`, not rounded to pairs."""
@@ -162,6 +164,7 @@ class RopeRules:
             to use the base of the other layers.
         partial: the default of `partial_rotary_factor`, in families that have this field.
         size: another field with the same meaning: the number of rotated dimensions of a head.
+        backwards: whether pairs are turned by the negative angles.
         stretched: whether "dynamic" scaling with `alpha` is a fixed one, which multiplies the base
             by alpha ** (d / (d - 2)) for d rotated dimensions.
         original_outside: whether `original_max_position_embeddings` is a top-level field.
@@ -177,6 +180,7 @@ class RopeRules:
     local_theta: float | None = None
     partial: float | None = None
     size: str | None = None
+    backwards: bool = False
     stretched: bool = False
     original_outside: bool = False
     query_growth: bool = False
@@ -296,7 +300,7 @@ class _Outer:
         size = rope.dimensions(self.head_dim)
         if size < 2 or size + size % 2 > self.head_dim:
             self.fields.refuse("head_dim", f"one of which whole pairs are rotated, not {size}")
-        return rope
+        return replace(rope, backwards=self.rules.backwards)
 
 
 def _sections(fields: Fields, kinds: tuple[str, ...]) -> tuple[str, ...]:
