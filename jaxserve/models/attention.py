@@ -86,7 +86,11 @@ class Attention(nnx.Module):
         if isinstance(scaling, YarnScaling) and scaling.query_beta > 0:
             self.growth = scaling
         heads: LogicalAxes = ("embed", "kv_heads", "group", "head_dim")
-        shape: tuple[int, ...] = (embed, kv_heads, group + 2, head_dim)
+        # Values of another size than keys are projected by themselves.
+        self.value_dim = value_dim = config.value_dim
+        self.value_factor = config.scales.value
+        fused = group + 2 if value_dim is None else group + 1
+        shape: tuple[int, ...] = (embed, kv_heads, fused, head_dim)
         has_pairs = traits.gated == "numbers"
         self.qkv = None if has_pairs else weight(rngs, shape, heads, dtype)
         # With gates, each query head is projected together with its gate, and keys with values.
@@ -95,6 +99,9 @@ class Attention(nnx.Module):
         self.query_gate = weight(rngs, shape, pair, dtype) if has_pairs else None
         pair, shape = (*pair[:2], *pair[3:]), (embed, kv_heads, 2, head_dim)
         self.key_value = weight(rngs, shape, pair, dtype) if has_pairs else None
+        shape = (embed, kv_heads, value_dim or head_dim)
+        has_value = value_dim is not None
+        self.value = weight(rngs, shape, (*heads[:2], heads[3]), dtype) if has_value else None
         shape = (embed, kv_heads, group)
         gates = weight(rngs, shape, heads[:3], dtype) if traits.gated == "heads" else None
         self.head_gate = gates
@@ -102,7 +109,7 @@ class Attention(nnx.Module):
         self.norm_after_rotation = traits.norm_after_rotation
         self.out = weight(
             rngs,
-            (kv_heads, group, head_dim, embed),
+            (kv_heads, group, value_dim or head_dim, embed),
             ("kv_heads", "group", "head_dim", "embed"),
             dtype,
             contract=3,
@@ -118,7 +125,8 @@ class Attention(nnx.Module):
         if traits.qk_norm in ("head", "unscaled"):
             query = key = shape[2:], axes[2:]
         over = None if traits.qk_norm == "all" else 1
-        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if traits.sinks else None
+        has_sinks = window is not None if traits.sinks == "windows" else traits.sinks
+        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if has_sinks else None
         normed, eps = traits.qk_norm is not None, config.rms_norm_eps
         has_scale = traits.qk_norm != "unscaled"
         self.query_norm = Norm(*query, eps, dtype, traits, over, has_scale) if normed else None
@@ -156,6 +164,8 @@ class Attention(nnx.Module):
         query, kv, arrivals = self._placed(x, cos_sin, step, kv, qkv)
         attended = self._attend(query, kv, step, arrivals)
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
+        if self.value_dim is not None:
+            attended = attended[..., : self.value_dim]
         if gate is not None:
             exact = accumulator(x.dtype)
             factor = softplus if self.gate_activation == "softplus" else sigmoid
@@ -202,7 +212,7 @@ class Attention(nnx.Module):
             the fused kernel allocated for the attention kernel (None without the fused kernel).
         """
         can = self.query_norm is None or not self.query_norm.is_centered
-        can &= self.growth is None and not self.norm_after_rotation
+        can &= self.growth is None and not self.norm_after_rotation and self.value is None
         if can:
             kernel = rope_kv_write_kernel(x.dtype, kv[0], len(x), self.group, step.others)
             if kernel != "xla":
@@ -211,7 +221,8 @@ class Attention(nnx.Module):
         if self.qkv is not None:
             qkv = matmul(x, self.qkv[...], bias=value_of(self.qkv_bias))  # [T, K, G + 2, H]
         assert qkv is not None
-        query, key, val = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
+        query, key = qkv[:, :, :group], qkv[:, :, group]
+        val = qkv[:, :, group + 1] if self.value is None else self._values(x, key.shape[-1])
         if not self.norm_after_rotation:
             query, key = self._normed(query, key)
         query = query.reshape(x.shape[0], -1, query.shape[-1])  # [T, N, H]
@@ -224,6 +235,14 @@ class Attention(nnx.Module):
             query = query * _growth(self.growth, step.positions, query.dtype)
         kv = write_kv((key, val), kv, self._cells(step), step.others, self._scales(kv))
         return query, kv, None
+
+    def _values(self, x: Float[Array, "T D"], size: int) -> Float[Array, "T K H"]:
+        """Return values of another size than keys, with zeros up to `size`, as the cache has them."""
+        assert self.value is not None
+        values = matmul(x, self.value[...])
+        if self.value_factor != 1.0:
+            values = (values.astype(accumulator(x.dtype)) * self.value_factor).astype(x.dtype)
+        return jnp.pad(values, ((0, 0), (0, 0), (0, size - values.shape[-1])))
 
     def _normed(
         self, query: Float[Array, "T *heads H"], key: Float[Array, "T K H"]

@@ -41,7 +41,8 @@ class FamilyTraits:
         gated: gates that multiply the result of attention: a gate for each of the "numbers" of a
             query head, projected like the query, or one for each of the "heads", or None.
         gate_activation: activation of these gates.
-        sinks: the softmax of attention includes one learned logit for each query head.
+        sinks: the softmax of attention includes one learned logit for each query head, in all layers
+            or in those with "windows" alone.
         overflows_float16: activations of the models exceed the range of float16.
     """
 
@@ -58,7 +59,7 @@ class FamilyTraits:
     norm_rounds_last: bool = False
     activation: Literal["silu", "gelu_tanh", "relu2", "xielu"] = "silu"
     router: Router = "softmax"
-    sinks: bool = False
+    sinks: bool | Literal["windows"] = False
     gated: Literal["numbers", "heads"] | None = None
     gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     overflows_float16: bool = False

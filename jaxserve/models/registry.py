@@ -34,6 +34,7 @@ from jaxserve.models.families.hunyuan import HUNYUAN
 from jaxserve.models.families.laguna import LAGUNA
 from jaxserve.models.families.lfm2 import LFM2
 from jaxserve.models.families.llama import LLAMA
+from jaxserve.models.families.mimo import MIMO
 from jaxserve.models.families.minimax import MINIMAX
 from jaxserve.models.families.mistral import MISTRAL
 from jaxserve.models.families.mixtral import MIXTRAL
@@ -95,6 +96,7 @@ FAMILIES = (
     AFMOE,
     APERTUS,
     NANOCHAT,
+    MIMO,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

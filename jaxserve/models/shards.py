@@ -131,7 +131,7 @@ def part_of(
     if split.devices == 1:
         return Part(shape, tuple(((0, size),) for size in shape))
     has_experts = len(axes) > 1 and axes[0] == "experts" and split.expert_parallel
-    if config.layers.heads and path.startswith("layers."):
+    if path.startswith("layers."):
         config = config.for_layer(int(path.split(".")[1]))
     spans: list[tuple[Span, ...]] = []
     for dimension, (name, size) in enumerate(zip(axes, shape, strict=True)):
@@ -215,6 +215,26 @@ def padded_vocab(config: ModelConfig) -> int:
     """Return the size of the vocabulary, rounded up to a multiple of the number of devices."""
     devices = config.split.devices
     return -(-config.vocab_size // devices) * devices
+
+
+def check_pages(config: ModelConfig) -> None:
+    """Check that all layers keep pages of equal sizes, and values as long as keys.
+
+    Raises:
+        UnsupportedModel: sizes differ, for which the cache has no pages yet.
+    """
+    problems: list[str] = []
+    if len(kv_heads := sorted(set(config.layers.kv_heads))) > 1:
+        problems.append(f"its layers have {' or '.join(map(str, kv_heads))} kv heads")
+    if config.value_dim not in (None, config.head_dim):
+        problems.append(
+            f"its keys have {config.head_dim} numbers and its values {config.value_dim}"
+        )
+    if problems:
+        raise UnsupportedModel(
+            f"{config.architecture}: {', and '.join(problems)}; allowed: equal sizes of the pages of "
+            "all layers"
+        )
 
 
 def check_split(config: ModelConfig) -> None:

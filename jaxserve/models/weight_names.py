@@ -71,7 +71,7 @@ def every_layer(
 def by_heads(
     config: ModelConfig, layer: Callable[[ModelConfig], Sequence[WeightName]]
 ) -> list[WeightName]:
-    """Return tensors of every layer where layers differ in the number of query heads.
+    """Return tensors of every layer where layers differ in the numbers of heads.
 
     Args:
         config: configuration of the model.
@@ -80,9 +80,10 @@ def by_heads(
     tensors: list[WeightName] = []
     for index in range(config.num_hidden_layers):
         own = config.for_layer(index)
-        group = f"G{own.num_attention_heads // own.num_key_value_heads}"
+        group = own.num_attention_heads // own.num_key_value_heads
         for tensor in layer(own):
-            layout = re.sub(r"\bG\b", group, tensor.layout)
+            layout = re.sub(r"\bG\b", f"G{group}", tensor.layout)
+            layout = re.sub(r"\bK\b", f"K{own.num_key_value_heads}", layout)
             tensors.append(of_layer(replace(tensor, layout=layout), index))
     return tensors
 

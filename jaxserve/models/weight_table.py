@@ -133,7 +133,8 @@ class WeightName:
 def dimensions(config: ModelConfig) -> dict[str, int]:
     """Return a dict from each letter in `WeightName.layout` to its size in a model.
 
-    G is the number of query heads of each kv head. If layers differ in it, G3 is 3. There are E
+    G is the number of query heads of each kv head. If layers differ in it, G3 is 3, and K2 is 2 kv
+    heads. There are E
     experts of width M and a shared one of width S. P is the pair of gate and up projections. Latent
     attention has latents of ranks L (queries) and C (keys and values); J is C plus the rotated
     part. Its heads have sizes A (queries and keys), B (the part of keys and values that is
@@ -150,8 +151,12 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         "P": 2,
         "One": 1,
     }
-    for group in {heads // config.num_key_value_heads for heads in config.layers.heads}:
-        sizes[f"G{group}"] = group
+    for index in range(config.num_hidden_layers if config.has_own_heads else 0):
+        own = config.for_layer(index)
+        group, heads = own.num_attention_heads // own.num_key_value_heads, own.num_key_value_heads
+        sizes |= {f"G{group}": group, f"K{heads}": heads}
+    if config.value_dim is not None:
+        sizes["U"] = config.value_dim
     if config.recurrent is not None:
         sizes["W"] = config.recurrent.width
     if isinstance(config.recurrent, ShortConvSizes):

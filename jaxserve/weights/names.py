@@ -15,8 +15,8 @@ from jaxserve.weights.safetensors import FLOATS, TensorEntry, read_blocks
 
 logger = logging.getLogger(__name__)
 
-# Modules that predict further tokens (Qwen3.5, Nemotron 3). They are not read.
-FURTHER = "mtp."
+# Modules that predict further tokens (Qwen3.5, Nemotron 3, MiMo). They are not read.
+FURTHER = ("mtp.", "model.mtp.")
 # Rotary frequencies, which old versions of Transformers stored, and constants of an activation
 # (Apertus). The config determines both.
 COMPUTED = re.compile(
@@ -98,7 +98,7 @@ def match_names(
     present = {
         name: entry
         for name, entry in tensors.items()
-        if not COMPUTED.fullmatch(name) and not name.startswith((*further, FURTHER))
+        if not COMPUTED.fullmatch(name) and not name.startswith((*further, *FURTHER))
     }
     if config.tie_word_embeddings:
         present.pop(OUTPUT, None)

@@ -191,6 +191,19 @@ NANOCHAT |= {"architectures": ["NanoChatForCausalLM"], "attention_bias": False}
 NANOCHAT |= {"bos_token_id": 65527, "eos_token_id": 65531, "final_logit_softcapping": 15.0}
 NANOCHAT |= {"hidden_act": "relu2", "max_position_embeddings": 2048, "pad_token_id": 65527}
 NANOCHAT |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+MIMO = COMMON | shape(4096, 16384, 48, 64, 4, 152576) | {"model_type": "mimo_v2_flash"}
+MIMO |= {"architectures": ["MiMoV2FlashForCausalLM"], "head_dim": 192, "v_head_dim": 128}
+MIMO |= {"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True}
+MIMO |= {"attention_bias": False, "attention_chunk_size": 128, "attention_value_scale": 0.707}
+MIMO |= {"hybrid_layer_pattern": [0] + [int((i + 1) % 6 > 0) for i in range(1, 48)]}
+MIMO |= {"layernorm_epsilon": 1e-5, "max_position_embeddings": 262144}
+MIMO |= {"moe_intermediate_size": 2048, "moe_layer_freq": [0] + [1] * 47, "n_group": 1}
+MIMO |= {"n_routed_experts": 256, "n_shared_experts": None, "norm_topk_prob": True}
+MIMO |= {"num_experts_per_tok": 8, "partial_rotary_factor": 0.334, "rope_theta": 5000000}
+MIMO |= {"routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 128}
+MIMO |= {"sliding_window_size": 128, "swa_head_dim": 192, "swa_num_attention_heads": 64}
+MIMO |= {"swa_num_key_value_heads": 8, "swa_rope_theta": 10000, "swa_v_head_dim": 128}
+MIMO |= {"topk_group": 1, "topk_method": "noaux_tc"}
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {
@@ -228,6 +241,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "AFM-4.5B": (ARCEE, 2 * 36 * 4 * 128 * 2),
     "Apertus-8B-Instruct-2509": (APERTUS, 2 * 32 * 8 * 128 * 2),
     "nanochat-d32": (NANOCHAT, 2 * 32 * 16 * 128 * 2),
+    "MiMo-V2-Flash": (MIMO, (9 * 4 + 39 * 8) * (192 + 128) * 2),
 }
 
 
@@ -237,5 +251,6 @@ def test_a_published_config_is_read_and_its_pages_are_counted(name: str) -> None
     config = parse_model_config(deepcopy(raw), name)
     assert config.num_hidden_layers == raw["num_hidden_layers"]
     assert config.vocab_size == raw["vocab_size"]
-    pages = 2 * config.num_page_layers * config.num_key_value_heads * config.head_dim * 2
-    assert pages == page_bytes
+    layers = map(config.for_layer, range(config.num_hidden_layers))
+    heads = sum(layer.num_key_value_heads for layer in layers)
+    assert heads * (config.head_dim + (config.value_dim or config.head_dim)) * 2 == page_bytes

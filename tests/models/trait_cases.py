@@ -186,6 +186,24 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", {}),
     "apertus": ("Apertus", {"rope_parameters": LLAMA3_SCALING}),
     "nanochat": ("NanoChat", {"final_logit_softcapping": 5.0}),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {
+            "head_dim": 18,
+            "v_head_dim": 12,
+            "num_hidden_layers": 3,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "sliding_window": 9,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.334},
+                SLIDING: LOCAL_ROPE | {"partial_rotary_factor": 0.667},
+            },
+        },
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -499,6 +517,21 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
     "nanochat_yarn": {"rope_parameters": YARN, "num_key_value_heads": 4},
+    "mimo_v2_flash_windows": {},
+    "mimo_v2_flash_tied_groups": {
+        "tie_word_embeddings": True,
+        "n_group": 3,
+        "topk_group": 2,
+        "attention_value_scale": None,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "num_key_value_heads": 1,
+    },
+    "mimo_v2_flash_every_window_top1": {
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": False,
+        "num_hidden_layers": 2,
+        "layer_types": [SLIDING, SLIDING],
+    },
 }
 
 # Transformers' classes of models by those of configurations, where the names differ.

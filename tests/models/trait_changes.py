@@ -213,6 +213,24 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"hidden_act": "silu"},
         THETA,
     ],
+    "mimo_v2_flash_windows": [
+        {"v_head_dim": 10},
+        {"layer_types": [FULL, SLIDING, FULL]},
+        {"sliding_window": 5},
+        {"sliding_window_size": 5},
+        {"mlp_layer_types": ["dense", "sparse", "dense"]},
+        {"n_routed_experts": 5},
+        {"num_experts_per_tok": 1},
+        {"moe_intermediate_size": 12},
+        {"routed_scaling_factor": 2.5},
+        {"norm_topk_prob": False},
+        {"n_group": 2},
+        {"topk_group": 2},
+        {"attention_value_scale": 0.3},
+        {"rope_parameters.full_attention.rope_theta": 600.0},
+        {"rope_parameters.sliding_attention.rope_theta": 600.0},
+        {"rope_parameters.sliding_attention.partial_rotary_factor": 0.334},
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = (

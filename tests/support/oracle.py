@@ -197,6 +197,10 @@ class Oracle:
             both = np.tensordot(x, layer["attention.query_gate"], 1)
             pair = np.tensordot(x, layer["attention.key_value"], 1)
             query, gate, key, value = both[..., 0, :], both[..., 1, :], pair[:, :, 0], pair[:, :, 1]
+        elif "attention.value" in layer:
+            qk = np.tensordot(x, layer["attention.qkv"], 1)
+            value = self._config.scales.value * np.tensordot(x, layer["attention.value"], 1)
+            query, key = qk[:, :, :-1], qk[:, :, -1]
         else:
             qkv = np.tensordot(x, layer["attention.qkv"], 1) + layer.get("attention.qkv_bias", 0)
             query, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
@@ -220,8 +224,12 @@ class Oracle:
         if window is not None:
             seen &= ~np.tri(len(x), k=-window, dtype=bool)
         scores = np.where(seen, scores, -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
+        top = scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        if "attention.sinks" in layer:
+            total += np.exp(layer["attention.sinks"][..., None, None] - top)
+        weights /= total
         mixed = (weights @ value).transpose(2, 0, 1, 3)
         if gate is not None:
             is_soft = self._traits.gate_activation == "softplus"

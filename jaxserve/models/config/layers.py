@@ -22,6 +22,7 @@ class LayerTable:
             whose results are added. Empty: every layer has attention alone.
         mlps: whether each layer has an MLP or experts. Empty: every layer has.
         heads: number of query heads of each layer. Empty: all layers have as many.
+        kv_heads: the same for heads of keys and values.
     """
 
     windows: tuple[int | None, ...]
@@ -29,6 +30,7 @@ class LayerTable:
     mixers: tuple[tuple[str, ...], ...] = ()
     mlps: tuple[bool, ...] = ()
     heads: tuple[int, ...] = ()
+    kv_heads: tuple[int, ...] = ()
 
     @property
     def window(self) -> int | None:

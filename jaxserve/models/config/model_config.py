@@ -97,7 +97,8 @@ class ModelConfig:
     `use_qk_norm` is the switch of families that have one. `dtype` is the dtype that the checkpoint
     declares, by default "float32". `local_rope` is the rotary embedding of layers with a window, if
     it differs. `attention_bias` applies to queries, keys and values, `output_bias` to the
-    projection after attention. `head_dim` is the size of a head in the cache. `experts`, `latent`
+    projection after attention. `head_dim` is the size of a head in the cache, `value_dim` that of a
+    value if it is smaller. `experts`, `latent`
     and `recurrent` (sizes of layers with states) are None for models without them. `extra_layers`
     counts layers of the checkpoint that are not read. `wrapper` names the multimodal architecture
     that contains this text model. `split` is the division over devices. The class is hashable, so
@@ -134,6 +135,7 @@ class ModelConfig:
     wrapper: str | None = None
     split: Split = ONE_DEVICE
     out_norm_eps: float | None = None
+    value_dim: int | None = None
 
     @classmethod
     def from_fields(
@@ -185,6 +187,7 @@ class ModelConfig:
             wrapper=None,
             split=ONE_DEVICE,
             out_norm_eps=_out_norm_eps(fields, rules),
+            value_dim=_value_dim(fields, rules, sizes["head_dim"]),
             **sizes,
         )
         _finish(fields, rules)
@@ -204,11 +207,21 @@ class ModelConfig:
         local = self.local_rope if self.layers.windows[layer] is not None else None
         return local or self.rope
 
+    @property
+    def has_own_heads(self) -> bool:
+        """Whether layers differ in their numbers of heads."""
+        return bool(self.layers.heads or self.layers.kv_heads)
+
     def for_layer(self, layer: int) -> ModelConfig:
-        """Return the same ModelConfig with the number of query heads of one layer."""
-        if not self.layers.heads:
+        """Return the same ModelConfig with the numbers of heads of one layer."""
+        if not self.has_own_heads:
             return self
-        return replace(self, num_attention_heads=self.layers.heads[layer])
+        heads, kv_heads = self.layers.heads, self.layers.kv_heads
+        return replace(
+            self,
+            num_attention_heads=heads[layer] if heads else self.num_attention_heads,
+            num_key_value_heads=kv_heads[layer] if kv_heads else self.num_key_value_heads,
+        )
 
     def mixers_of(self, layer: int) -> tuple[str, ...]:
         """Return the names of a layer's mixers (see `models.mixers`)."""
@@ -326,6 +339,10 @@ def _quantization(fields: Fields, rules: ConfigRules) -> StoredQuantization | No
 
 def _out_norm_eps(fields: Fields, rules: ConfigRules) -> float | None:
     return fields.number(rules.out_norm_eps, 0.0, 0.1) if rules.out_norm_eps else None
+
+
+def _value_dim(fields: Fields, rules: ConfigRules, head_dim: int) -> int | None:
+    return fields.integer(rules.value_dim, 2, head_dim) if rules.value_dim else None
 
 
 def _extra_layers(fields: Fields, rules: ConfigRules) -> int:

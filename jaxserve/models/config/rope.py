@@ -224,7 +224,8 @@ def read_ropes(
         key = "rope_scaling" if parameters is None else "rope_parameters"
         return outer.read(scaling if parameters is None else parameters, key, theta), None
     if parameters is None:
-        return outer.read(scaling, "rope_scaling", theta), Rope(local_theta)
+        rope = outer.read(scaling, "rope_scaling", theta)
+        return rope, Rope(local_theta, None, rope.partial)
     if not isinstance(parameters, dict) or parameters.keys() != LAYER_TYPES:
         fields.refuse("rope_parameters", f"a mapping of {' and '.join(sorted(LAYER_TYPES))}")
         return Rope(theta), Rope(local_theta)

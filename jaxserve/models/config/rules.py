@@ -30,6 +30,7 @@ class Scales:
         residual: factor of each attention or MLP result that is added to the residual stream.
         mlp: factor of each MLP result beside `residual`.
         gate: factor of an MLP's gate before its activation.
+        value: factor of the values of attention.
         mixers: factors of the input and of the result of each mixer of a layer. Empty: all are 1.
         logit_divisor, logit_factor: divisor and factor of the logits. (Both exist because a
             quotient differs from the product with a rounded reciprocal.)
@@ -42,6 +43,7 @@ class Scales:
     residual: float = 1.0
     mlp: float = 1.0
     gate: float = 1.0
+    value: float = 1.0
     mixers: tuple[tuple[float, float], ...] = ()
     logit_divisor: float = 1.0
     logit_factor: float = 1.0
@@ -83,6 +85,7 @@ class ConfigRules:
         norm_eps: the field with the epsilon of the norms.
         out_norm_eps: the field with the epsilon of norms of the results of attention and MLP, if it
             differs.
+        value_dim: the field with the size of a value head, if it differs from `head_dim`.
         qk_norm: the field that enables the family's norms of queries and keys, if it has one.
         length: the field with the number of positions to serve, instead of
             `max_position_embeddings`.
@@ -110,6 +113,7 @@ class ConfigRules:
     explicit: frozenset[str] = frozenset()
     norm_eps: str = "rms_norm_eps"
     out_norm_eps: str | None = None
+    value_dim: str | None = None
     qk_norm: str | None = None
     length: str | None = None
     layers: ReadLayers = full_attention
