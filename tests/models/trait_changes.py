@@ -178,6 +178,8 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"layer_types": None, "global_attn_every_n_layers": 3},
         THETA,
     ],
+    "qwen2_moe_one_dense_tied": [{"intermediate_size": 24}],
+    "mellum_tied_one_dense": [{"intermediate_size": 24}],
     "mellum_two_ropes": [
         {"num_local_experts": 5},
         {"num_experts": 5},

@@ -13,6 +13,7 @@ from jaxserve.models.config.layers import LayerTable, by_type, every
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rules import KV_HEADS, ROUTING, ConfigRules
 from jaxserve.models.families.deepseek import CORRECTION, SHARED
+from jaxserve.models.families.olmo import POST_NORMS
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.weight_names import (
     PRE_NORMS,
@@ -24,10 +25,6 @@ from jaxserve.models.weight_names import (
 from jaxserve.models.weight_table import WeightName
 
 PATTERN = "sliding_window_pattern"
-POST_NORMS = (
-    WeightName("post_attention_layernorm.weight", "D -> D", "attention_out_norm.scale"),
-    WeightName("post_feedforward_layernorm.weight", "D -> D", "mlp_out_norm.scale"),
-)
 
 
 def _layers(fields: Fields, layers: int) -> LayerTable:

@@ -28,6 +28,7 @@ from jaxserve.models.config.recurrent import MAX_HEADS, MAX_SIZE, GatedDeltaSize
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import ROUTING, ConfigRules
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf import rules
 from jaxserve.models.gguf.metadata import (
     WINDOW_KEYS,
     GgufMetadata,
@@ -35,7 +36,7 @@ from jaxserve.models.gguf.metadata import (
     read_rope,
     read_windows,
 )
-from jaxserve.models.gguf.rules import POST_NORMS, TENSORS, WINDOW, GgufRules
+from jaxserve.models.gguf.rules import TENSORS, WINDOW, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
@@ -51,6 +52,10 @@ from jaxserve.models.weight_names import (
 from jaxserve.models.weight_table import WeightName
 
 DELTA = "delta"
+POST_NORMS = (
+    WeightName("post_attention_layernorm.weight", "D -> D", "attention_out_norm.scale"),
+    WeightName("post_feedforward_layernorm.weight", "D -> D", "mlp_out_norm.scale"),
+)
 TRAITS = FamilyTraits(norms="after", qk_norm="all", norm_rounds_last=True)
 
 
@@ -63,12 +68,12 @@ def _attention_layer(config: ModelConfig) -> list[WeightName]:
     return [
         *projections(config),
         *WHOLE_NORMS,
-        WeightName("post_attention_layernorm.weight", "D -> D", "attention_out_norm.scale"),
-        WeightName("post_feedforward_layernorm.weight", "D -> D", "mlp_out_norm.scale"),
+        *POST_NORMS,
     ]
 
 
-def _experts(fields: Fields, layers: int) -> Experts:
+def moe_experts(fields: Fields, layers: int) -> Experts:
+    """Read experts whose weights are as the router gives them, unless `norm_topk_prob` is true."""
     count, chosen = expert_counts(fields, ("num_experts", "num_local_experts"))
     return Experts(
         count,
@@ -174,7 +179,7 @@ OLMO = Family(
                 "olmoe",
                 neutral=MappingProxyType({"clip_qkv": None, "sliding_window": None}),
                 ignored=ROUTING,
-                experts=_experts,
+                experts=moe_experts,
             ),
             _moe_weights,
             FamilyTraits(qk_norm="all"),
@@ -203,7 +208,7 @@ OLMO = Family(
         "olmo2": GgufRules(
             "Olmo2ForCausalLM",
             _finish_gguf,
-            tensors=MappingProxyType({**TENSORS, **POST_NORMS}),
+            tensors=MappingProxyType({**TENSORS, **rules.POST_NORMS}),
             fields=WINDOW,
             read=WINDOW_KEYS,
         )
