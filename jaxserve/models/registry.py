@@ -26,6 +26,7 @@ from jaxserve.models.families.deepseek import DEEPSEEK
 from jaxserve.models.families.dots import DOTS
 from jaxserve.models.families.ernie import ERNIE
 from jaxserve.models.families.exaone import EXAONE
+from jaxserve.models.families.flex_olmo import FLEX_OLMO
 from jaxserve.models.families.gemma import GEMMA
 from jaxserve.models.families.glm import GLM
 from jaxserve.models.families.gpt_oss import GPT_OSS
@@ -97,6 +98,7 @@ FAMILIES = (
     APERTUS,
     NANOCHAT,
     MIMO,
+    FLEX_OLMO,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

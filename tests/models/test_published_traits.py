@@ -242,6 +242,7 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     "Apertus-8B-Instruct-2509": (APERTUS, 2 * 32 * 8 * 128 * 2),
     "nanochat-d32": (NANOCHAT, 2 * 32 * 16 * 128 * 2),
     "MiMo-V2-Flash": (MIMO, (9 * 4 + 39 * 8) * (192 + 128) * 2),
+    "FlexOlmo-7x7B (defaults of the class)": (defaults("FlexOlmo"), 2 * 32 * 32 * 128 * 2),
 }
 
 

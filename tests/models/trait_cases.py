@@ -204,6 +204,7 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "flex_olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3}),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -531,6 +532,18 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "num_hidden_layers": 2,
         "layer_types": [SLIDING, SLIDING],
+    },
+    "flex_olmo_as_they_are": {},
+    "flex_olmo_tied_bias": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "norm_topk_prob": True,
+        "num_key_value_heads": 1,
+    },
+    "flex_olmo_top1_yarn": {
+        "num_experts_per_tok": 1,
+        "rope_parameters": YARN,
+        "num_key_value_heads": 4,
     },
 }
 

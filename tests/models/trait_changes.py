@@ -233,6 +233,12 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.sliding_attention.rope_theta": 600.0},
         {"rope_parameters.sliding_attention.partial_rotary_factor": 0.334},
     ],
+    "flex_olmo_as_they_are": [
+        {"num_experts": 5},
+        {"num_experts_per_tok": 1},
+        {"norm_topk_prob": True},
+        THETA,
+    ],
 }
 # All layers have experts, whose width is another field.
 TRAIT_WITHOUT_MLP: tuple[str, ...] = (
