@@ -56,6 +56,8 @@ def test_gguf_files_are_read_as_architectures_that_exist():
     assert {rules.name for rules in GGUF_RULES.values()} <= ARCHITECTURES.keys()
 
 
+# Architectures whose configuration in Transformers is that of the text in a wrapper.
+TEXTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer", "Glm4v", "Glm4vMoe")
 # Required settings of latent attention and experts.
 NEEDED = {
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
@@ -80,11 +82,7 @@ NEEDED = {
 def test_what_transformers_writes_is_read(architecture, tmp_path):
     """Reads the sizes that Transformers fills in, except fields that belong to one model only."""
     name = architecture.removesuffix("ForCausalLM")
-    name += (
-        "Text"
-        if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer", "Glm4v", "Glm4vMoe")
-        else ""
-    )
+    name += "Text" if name in TEXTS else ""
     needed = {"num_key_value_heads": 4} | NEEDED.get(architecture, {})
     written = getattr(transformers, f"{name}Config")(
         architectures=[architecture], dtype="bfloat16", vocab_size=300_000, **needed

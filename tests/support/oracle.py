@@ -320,7 +320,7 @@ def _dense(x: Array, layer: dict[str, Array], name: str, factor: float = 1.0) ->
         return _gated(x, gate_up, layer[f"{name}.down"], bias, factor) + down
     hidden = x @ layer[f"{name}.up"] + layer.get(f"{name}.up_bias", np.zeros((1, 1)))
     if f"{name}.curves" in layer:
-        positive, negative = np.log1p(np.exp(layer[f"{name}.curves"])) + (0, 0.5)
+        positive, negative = np.log1p(np.exp(layer[f"{name}.curves"])) + np.array([0, 0.5])
         below = negative * (np.expm1(np.minimum(hidden, -1e-6)) - hidden)
         hidden = np.where(hidden > 0, positive * hidden**2, below) + hidden / 2
     else:

@@ -2,10 +2,11 @@
 
 Queries, keys and values have biases. Gate and up projections are one tensor. GLM-4-0414 also has
 norms after attention and MLP. GLM-4.5 to 4.7 (2025) have DeepSeek-V3's router, and rotate halves.
-Sarvam 30B (2026) is GLM-4.5 with other names of tensors. Solar Open (Upstage 2025) is GLM-4.5 with experts in every layer, and rotates whole heads. Reference
-implementations: `GlmForCausalLM`, `Glm4ForCausalLM`, `Glm4MoeForCausalLM` and
-`SolarOpenForCausalLM` in Hugging Face Transformers. The text models of GLM-4.1V and 4.5V (2025),
-`Glm4vForConditionalGeneration` and `Glm4vMoeForConditionalGeneration`, are GLM-4-0414 and GLM-4.5.
+Sarvam 30B (2026) is GLM-4.5 with other names of tensors. Solar Open (Upstage 2025) is GLM-4.5 with
+experts in every layer, and rotates whole heads. The text models of GLM-4.1V and 4.5V (2025) are
+GLM-4-0414 and GLM-4.5. Reference implementations: `GlmForCausalLM`, `Glm4ForCausalLM`,
+`Glm4MoeForCausalLM`, `SolarOpenForCausalLM`, and the text models of
+`Glm4vForConditionalGeneration` and `Glm4vMoeForConditionalGeneration` in Hugging Face Transformers.
 """
 
 from types import MappingProxyType
