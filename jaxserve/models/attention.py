@@ -237,7 +237,7 @@ class Attention(nnx.Module):
         return query, kv, None
 
     def _values(self, x: Float[Array, "T D"], size: int) -> Float[Array, "T K H"]:
-        """Return values of another size than keys, with zeros up to `size`, as the cache has them."""
+        """Return values that are shorter than keys, with zeros up to `size`, as in the cache."""
         assert self.value is not None
         values = matmul(x, self.value[...])
         if self.value_factor != 1.0:

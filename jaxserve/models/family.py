@@ -41,8 +41,8 @@ class FamilyTraits:
         gated: gates that multiply the result of attention: a gate for each of the "numbers" of a
             query head, projected like the query, or one for each of the "heads", or None.
         gate_activation: activation of these gates.
-        sinks: the softmax of attention includes one learned logit for each query head, in all layers
-            or in those with "windows" alone.
+        sinks: the softmax of attention includes one learned logit for each query head, in all
+            layers, or in layers with "windows" alone.
         overflows_float16: activations of the models exceed the range of float16.
     """
 

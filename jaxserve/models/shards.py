@@ -232,8 +232,8 @@ def check_pages(config: ModelConfig) -> None:
         )
     if problems:
         raise UnsupportedModel(
-            f"{config.architecture}: {', and '.join(problems)}; allowed: equal sizes of the pages of "
-            "all layers"
+            f"{config.architecture}: {', and '.join(problems)}; allowed: equal sizes of the pages "
+            "of all layers"
         )
 
 

@@ -79,11 +79,11 @@ def by_heads(
     """
     tensors: list[WeightName] = []
     for index in range(config.num_hidden_layers):
-        own = config.for_layer(index)
-        group = own.num_attention_heads // own.num_key_value_heads
-        for tensor in layer(own):
+        sized = config.for_layer(index)
+        group = sized.num_attention_heads // sized.num_key_value_heads
+        for tensor in layer(sized):
             layout = re.sub(r"\bG\b", f"G{group}", tensor.layout)
-            layout = re.sub(r"\bK\b", f"K{own.num_key_value_heads}", layout)
+            layout = re.sub(r"\bK\b", f"K{sized.num_key_value_heads}", layout)
             tensors.append(of_layer(replace(tensor, layout=layout), index))
     return tensors
 
@@ -95,7 +95,7 @@ def model_weights(
 
     Args:
         config: configuration of the model.
-        layer: tensors of every layer, without those of its MLP.
+        layer: tensors of every layer, except for its MLP.
         experts: tensors of the layers with experts.
     """
     return [

@@ -152,9 +152,10 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         "One": 1,
     }
     for index in range(config.num_hidden_layers if config.has_own_heads else 0):
-        own = config.for_layer(index)
-        group, heads = own.num_attention_heads // own.num_key_value_heads, own.num_key_value_heads
-        sizes |= {f"G{group}": group, f"K{heads}": heads}
+        layer = config.for_layer(index)
+        kv_heads = layer.num_key_value_heads
+        group = layer.num_attention_heads // kv_heads
+        sizes |= {f"G{group}": group, f"K{kv_heads}": kv_heads}
     if config.value_dim is not None:
         sizes["U"] = config.value_dim
     if config.recurrent is not None:

@@ -184,6 +184,7 @@ def test_norms_round_where_those_of_transformers_do(traits, module):
         reference.weight.copy_(scale)
         want = reference(x.bfloat16()).float().numpy()
     norm = Norm((64,), ("embed",), 1e-5, jnp.bfloat16, traits)
+    assert norm.scale is not None
     norm.scale[...] = jnp.asarray(scale.numpy(), jnp.bfloat16)
     got = np.asarray(norm(jnp.asarray(x.numpy(), jnp.bfloat16)), np.float32)
     assert (got == want).mean() > 0.99

@@ -91,20 +91,17 @@ def _attention(config: ModelConfig) -> list[WeightName]:
     ]
 
 
+def _sinks(config: ModelConfig) -> list[WeightName]:
+    return [WeightName("self_attn.attention_sink_bias", "(K G) -> K G", "attention.sinks")]
+
+
 def _weights(config: ModelConfig) -> list[WeightName]:
-    sink = WeightName("self_attn.attention_sink_bias", "(K G) -> K G", "attention.sinks")
-    windows = config.layers.windows
-
-    def sinks(own: ModelConfig) -> list[WeightName]:
-        return [sink]
-
-    sunk = [
-        tensor
-        for tensor, window in zip(by_heads(config, sinks), windows, strict=True)
-        if window is not None
+    sinks = zip(by_heads(config, _sinks), config.layers.windows, strict=True)
+    return [
+        *model_weights(config, PRE_NORMS, [*expert_weights(config), CORRECTION]),
+        *by_heads(config, _attention),
+        *[tensor for tensor, window in sinks if window is not None],
     ]
-    experts = [*expert_weights(config), CORRECTION]
-    return [*model_weights(config, PRE_NORMS, experts), *by_heads(config, _attention), *sunk]
 
 
 MIMO = Family(

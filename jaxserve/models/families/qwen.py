@@ -1,12 +1,12 @@
 """Qwen2 and 2.5 (Qwen team 2024) and Qwen3 (2025), dense and with experts.
 
-Qwen2 is Llama with biases on queries, keys and values. Qwen2-MoE (2024, Qwen1.5-MoE) has experts
-beside a shared MLP with a gate. Mellum 2 (JetBrains 2026) is Qwen3-MoE with windows, whose layers
-have a rotary embedding of their own. Qwen3 has no biases, and a norm on each
-query and key head before the rotation. The text models of Qwen2-VL, 2.5-VL, 2.5-Omni and Qwen3-VL
-are the same models: the three positions of a text token are equal. Reference implementations:
-`Qwen2ForCausalLM`, `Qwen2MoeForCausalLM`, `MellumForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, and the text models of
-`Qwen2_5_VLForConditionalGeneration` and similar classes in Hugging Face Transformers.
+Qwen2 is Llama with biases on queries, keys and values. Qwen1.5-MoE (2024) has experts beside a
+shared MLP with a gate. Qwen3 has no biases, and a norm on each query and key head before the
+rotation. Mellum 2 (JetBrains 2026) is Qwen3-MoE with windows, whose layers have a rotary embedding
+of their own. The text models of Qwen2-VL, 2.5-VL, 2.5-Omni and Qwen3-VL are the same models: the
+three positions of a text token are equal. Reference implementations: `Qwen2ForCausalLM`,
+`Qwen2MoeForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, `MellumForCausalLM`, and the text
+models of `Qwen2_5_VLForConditionalGeneration` and similar classes in Hugging Face Transformers.
 """
 
 from dataclasses import replace
