@@ -576,7 +576,8 @@ def test_every_field_read_is_changed_once(checkpoints):
         assert without_rope(written) - unread - NO_OUTPUT - asked == set(), family
         rope_read |= {name.split(".")[-1] for name in written - without_rope(written)}
         rope_changed |= {name.split(".")[-1] for name in asked}
-    assert rope_read <= rope_changed
+    # The sections of a head have equal positions in a text.
+    assert rope_read - {"mrope_section"} <= rope_changed
 
 
 @pytest.fixture(scope="module", autouse=True)

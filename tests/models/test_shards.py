@@ -111,7 +111,7 @@ def test_layers_with_different_numbers_of_query_heads_are_divided_each_by_its_ow
         half = (shape[2] - 2) // 2
         assert part.spans[2] == ((half, 2 * half), (2 * half, shape[2]))
     check_split(config)
-    with pytest.raises(UnsupportedModel, match="num_attention_heads is 48; allowed: .* of 32"):
+    with pytest.raises(UnsupportedModel, match="num_attention_heads is 48"):
         check_split(over(config, 32))
 
 

@@ -178,10 +178,10 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "sarvam_moe": ("SarvamMoE", {**SCORED, "head_dim": 12, "first_k_dense_replace": 1}),
-    "glm4v": ("Glm4v", {"rope_parameters": SECTIONS}),
+    "glm4v": ("Glm4v", {"attention_bias": True, "rope_parameters": SECTIONS}),
     "glm4v_moe": (
         "Glm4vMoe",
-        {**SCORED, "first_k_dense_replace": 1, "rope_parameters": SECTIONS},
+        {**SCORED, "attention_bias": True, "first_k_dense_replace": 1, "rope_parameters": SECTIONS},
     ),
     "arcee": ("Arcee", {}),
     "apertus": ("Apertus", {"rope_parameters": LLAMA3_SCALING}),

@@ -199,7 +199,7 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         THETA,
         PARTIAL,
     ],
-    "glm4v_half_rotated": [THETA, PARTIAL, {"rope_parameters.mrope_section": "1"}],
+    "glm4v_half_rotated": [{"attention_bias": False}, THETA, PARTIAL],
     "glm4v_moe_groups": [
         *SCORED,
         {"attention_bias": False},
@@ -216,6 +216,7 @@ TRAIT_CHANGES: dict[str, list[dict[str, Any]]] = {
         THETA,
     ],
     "mimo_v2_flash_windows": [
+        {"head_dim": 16},
         {"v_head_dim": 10},
         {"layer_types": [FULL, SLIDING, FULL]},
         {"sliding_window": 5},
