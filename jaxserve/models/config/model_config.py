@@ -154,7 +154,6 @@ class ModelConfig:
             UnsupportedModel: lists every malformed, out-of-bounds, unknown or unsupported field.
         """
         fields = _fields(raw, rules, prefix)
-        fields.take("architectures")
         fields.choice("model_type", rules.model_types, default=rules.model_type)
         latent = rules.latent(fields)
         sizes = _sizes(fields, rules, latent)
@@ -300,6 +299,7 @@ def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
         if name not in rules.renamed and (value is not None or name not in common)
     }
     fields = Fields(common | plain, [], prefix)
+    fields.take("architectures")
     for name in sorted(common.keys() & plain.keys()):
         if common[name] != plain[name]:
             fields.refuse(name, f"the same as under its other name ({shown(common[name])})")
