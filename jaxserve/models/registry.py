@@ -35,6 +35,7 @@ from jaxserve.models.families.hunyuan import HUNYUAN
 from jaxserve.models.families.laguna import LAGUNA
 from jaxserve.models.families.lfm2 import LFM2
 from jaxserve.models.families.llama import LLAMA
+from jaxserve.models.families.mamba2 import MAMBA2
 from jaxserve.models.families.mimo import MIMO
 from jaxserve.models.families.minimax import MINIMAX
 from jaxserve.models.families.mistral import MISTRAL
@@ -64,11 +65,6 @@ HEADLESS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Transformers' classes of recurrent models that are not served, with the reason for errors.
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {"Mamba2ForCausalLM": "it has no attention, and a model without cache pages is not served"}
-)
-
 FAMILIES = (
     LLAMA,
     MISTRAL,
@@ -87,6 +83,7 @@ FAMILIES = (
     NEMOTRON_H,
     QWEN3_5,
     BAMBA,
+    MAMBA2,
     MINIMAX,
     LAGUNA,
     MUSE_GLIMMER,
@@ -229,8 +226,6 @@ def _unknown(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or []
     family = MODEL_TYPES.get(_model_type(raw))
     for name in names:
-        if name in REFUSED:
-            return f"architectures is {shown(names)}: {REFUSED[name]}"
         base = _without_head(name)
         if base and family:
             return (
