@@ -37,6 +37,21 @@ class CachedPrefix(NamedTuple):
     blocks: list[np.ndarray]
     is_end: np.ndarray | None = None
 
+    def num_usable(self, has_snapshot: Callable[[np.ndarray], np.ndarray] | None) -> int:
+        """Return the number of blocks of the longest part after which a sequence can start.
+
+        Args:
+            has_snapshot: returns whether blocks of the first kind have a snapshot, which a sequence
+                needs then. None for a model without states.
+        """
+        is_end, first = self.is_end, self.blocks[0]
+        if has_snapshot is not None:
+            is_end = has_snapshot(first) if is_end is None else is_end & has_snapshot(first)
+        if is_end is None:
+            return len(first)
+        ends = np.flatnonzero(is_end)
+        return int(ends[-1]) + 1 if len(ends) else 0
+
     def first(self, count: int) -> list[np.ndarray]:
         """Return the first `count` blocks of each kind."""
         return [blocks[:count] for blocks in self.blocks]

@@ -17,14 +17,13 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, SamplerFeature
 from jaxserve.scheduling import budget as budgets
 from jaxserve.scheduling.commit_result import StepResult, draws_of
-from jaxserve.scheduling.invariants import check_invariants
 from jaxserve.scheduling.page_keys import WORDS
 from jaxserve.scheduling.page_kinds import most_pages, steady_pages
 from jaxserve.scheduling.page_pool import CachedPrefix, PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.publishing import Publisher
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
-from jaxserve.scheduling.slot_table import SlotTable, flat_ranges
+from jaxserve.scheduling.slot_table import SlotTable, check_invariants, flat_ranges
 from jaxserve.scheduling.snapshots import StateSaver
 from jaxserve.scheduling.waiting import WaitingQueue
 from jaxserve.scheduling.window_pages import WindowPages
@@ -328,7 +327,8 @@ class Scheduler:
             if sequence.blocked_at == self.pool.num_changes and num_running:
                 break
             matched = self._cached_prefix(sequence)
-            num_hits = self._usable(matched)
+            snapshots = None if self.states is None else self.states.snapshots.has_snapshot
+            num_hits = matched.num_usable(snapshots)
             hits, num_known = matched.first(num_hits), len(sequence.token_ids)
             room = self._first_chunk(num_known, hits, slots)
             if not room:
@@ -415,17 +415,6 @@ class Scheduler:
         if sequence.lacks_prompt_logprobs:
             return self._no_prefix
         return self.pool.prefix(keys[: (len(sequence.token_ids) - 1) // self.pool.page_size])
-
-    def _usable(self, prefix: CachedPrefix) -> int:
-        """Return the number of blocks of the longest part of a prefix with which rows can start."""
-        is_end, first = prefix.is_end, prefix.blocks[0]
-        if self.states is not None:
-            has_snapshot = self.states.snapshots.has_snapshot(first)
-            is_end = has_snapshot if is_end is None else is_end & has_snapshot
-        if is_end is None:
-            return len(first)
-        ends = np.flatnonzero(is_end)
-        return int(ends[-1]) + 1 if len(ends) else 0
 
     def commit(self, plan: LaunchPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
         """Apply the results of a launch: append tokens, publish full pages, end sequences.

@@ -64,14 +64,14 @@ SCHEDULE_BUGS = (
     Bug(
         "a partial page is published",
         PUBLISHING,
-        "full = table.num_committed[slots] // self.pool.page_size",
-        "full = -(-table.num_committed[slots] // self.pool.page_size)",
+        "full = table.num_committed[slots] // self.pool.page_size\n        first = table.num_p",
+        "full = -(-table.num_committed[slots] // self.pool.page_size)\n        first = table.num_p",
     ),
     Bug(
         "pages of the step in flight are published",
         PUBLISHING,
-        "full = table.num_committed[slots] // self.pool.page_size",
-        "full = table.num_computed[slots] // self.pool.page_size",
+        "full = table.num_committed[slots] // self.pool.page_size\n        first = table.num_p",
+        "full = table.num_computed[slots] // self.pool.page_size\n        first = table.num_p",
     ),
     Bug(
         "pages are published before they are computed",

@@ -61,9 +61,9 @@ KIND_BUGS = (
         "kinds: hits of another kind are evicted while the first is allocated",
         SCHEDULER,
         "        self.pool.share(np.concatenate(shared))  # before an allocation could evict them\n"
-        "        for kind, (first, blocks) in enumerate(zip(outside, shared, strict=True)):\n",
-        "        for kind, (first, blocks) in enumerate(zip(outside, shared, strict=True)):\n"
-        "            self.pool.share(blocks)\n",
+        "        allocated = self.pool.allocate(fresh).reshape(len(hits), fresh)\n",
+        "        allocated = self.pool.allocate(fresh).reshape(len(hits), fresh)\n"
+        "        self.pool.share(np.concatenate(shared))\n",
     ),
     Bug(
         "kinds: only the first page of an evicted block becomes free",
