@@ -80,7 +80,7 @@ DEVICE_SNAPSHOTS = 40
 # Families beside Qwen3 that the oracle computes: their layers keep states.
 ORACLES = (
     *("lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h"),
-    *("granitemoehybrid", "falcon_h1", "bamba", "olmo_hybrid"),
+    *("granitemoehybrid", "falcon_h1", "bamba", "olmo_hybrid", "mamba2"),
     *TRAIT_FAMILIES,
 )
 MOST_STEPS = 6
@@ -156,6 +156,8 @@ def fields_of_case(case: str) -> dict[str, Any]:
     if "mamba_d_head" in fields:  # follows from the other sizes
         own["mamba_d_head"] = "auto"
     sizes = WHOLE_VECTORS | (LATENT if "kv_lora_rank" in fields else {})
+    if "num_heads" in fields:  # Mamba 2
+        own["num_heads"] = fields["expand"] * sizes["hidden_size"] // sizes["head_dim"]
     fields = with_sizes(fields | own, sizes)
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     return with_factors(fields, head_dim // 2)
@@ -632,7 +634,7 @@ def main(words: Sequence[str] | None = None) -> int:
         fields = fields_of_case(arguments.case)
     elif arguments.dtype != "float64":
         fields = with_sizes(fields, WHOLE_VECTORS)
-    if split.devices > fields["num_attention_heads"]:
+    if split.devices > fields.get("num_attention_heads", split.devices):
         fields = with_sizes(fields, {"num_attention_heads": split.devices})
     if split.context > 1:
         fields = with_sizes(fields, {"num_key_value_heads": split.devices // split.context})

@@ -180,6 +180,7 @@ def _cells(plan: Any) -> dict[str, str]:
     }
     if plan.states is not None:
         cells["state of a sequence"] = _size(plan.state_bytes)
+    if plan.state_tokens:
         cells["equal to tokens"] = f"{plan.state_tokens:,}"
     step = plan.step_seconds
     prefixes = {} if plan.states is None else {"snapshots of prefixes": f"{plan.num_snapshots:,}"}

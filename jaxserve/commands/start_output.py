@@ -143,10 +143,10 @@ def _states(plan: StartPlan) -> list[str]:
     """Return a line about the states of a sequence and of prefixes, if layers keep states."""
     if plan.states is None:
         return []
+    equal = f", equal to {plan.state_tokens:,} tokens of cache" if plan.page_bytes else ""
     return [
-        f"states: {plan.state_bytes:,} bytes a sequence, equal to {plan.state_tokens:,} tokens of "
-        f"cache; {plan.max_num_seqs} sequences and {plan.num_snapshots} prefixes, "
-        f"{readable(plan.states.num_bytes)} in all"
+        f"states: {plan.state_bytes:,} bytes a sequence{equal}; {plan.max_num_seqs} sequences and "
+        f"{plan.num_snapshots} prefixes, {readable(plan.states.num_bytes)} in all"
     ]
 
 

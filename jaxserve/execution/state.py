@@ -203,10 +203,13 @@ def memory_kinds(
     # A head that is replicated, or whose positions are sharded, counts once per device.
     devices = config.split.devices
     cells = (local_kv_heads(config) * devices, page_size // config.split.context)
+    page: tuple[jax.ShapeDtypeStruct, ...]
     page = (jax.ShapeDtypeStruct((*cells, config.head_dim), dtype),) * 2
     if dtype == INT8:
         page += (jax.ShapeDtypeStruct(cells, SCALE),) * 2
     layers, window = config.num_page_layers, config.layers.window
+    if not layers:  # pages without bytes, by which the scheduler counts tokens
+        page = ()
     row = jax.tree.map(_unit, jax.eval_shape(lambda: make_sampler_state(0, config.vocab_size)))
     kinds = (
         MemoryKind.of(
@@ -286,7 +289,7 @@ def make_state(config: ModelConfig, memory: Iterable[MemoryKind], max_pages: int
     if config.split.counts_rows and config.experts is not None:
         rows = (config.split.devices, *place_counts(config))
     return DeviceState(
-        kv=pages.zeros(),
+        kv=list(pages.zeros()),
         page_table=jnp.zeros((sampler.count, max_pages), np.int32),
         last_token=jnp.zeros(sampler.count, np.int32),
         sampler=sampler.zeros(),

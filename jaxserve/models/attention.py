@@ -121,19 +121,29 @@ class Attention(nnx.Module):
         self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if config.output_bias else None
         # f32[2, K]: scales of stored keys and of stored values, for a cache in fp8 only.
         self.kv_scales: nnx.Param[Any] | None = nnx.data(None)
+        has_sinks = window is not None if traits.sinks == "windows" else traits.sinks
+        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if has_sinks else None
+        self.query_norm, self.key_norm = self._norms(config, dtype, traits)
+
+    def _norms(
+        self, config: ModelConfig, dtype: DTypeLike, traits: FamilyTraits
+    ) -> tuple[Norm, Norm] | tuple[None, None]:
+        """Return the norms of queries and of keys, or None twice if the family has none."""
+        if traits.qk_norm is None:
+            return None, None
+        kv_heads, head_dim = config.num_key_value_heads, config.head_dim
+        shape = (kv_heads, config.num_attention_heads // kv_heads, head_dim)
+        axes: LogicalAxes = ("kv_heads", "group", "head_dim")
         query, key = (shape, axes), (shape[::2], axes[::2])
         if traits.qk_norm in ("head", "unscaled"):
             query = key = shape[2:], axes[2:]
         over = None if traits.qk_norm == "all" else 1
-        has_sinks = window is not None if traits.sinks == "windows" else traits.sinks
-        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if has_sinks else None
-        normed, eps = traits.qk_norm is not None, config.rms_norm_eps
-        has_scale = traits.qk_norm != "unscaled"
-        self.query_norm = Norm(*query, eps, dtype, traits, over, has_scale) if normed else None
-        self.key_norm = Norm(*key, eps, dtype, traits, over, has_scale) if normed else None
-        if self.query_norm is not None and self.key_norm is not None and over is None:
-            self.query_norm.axis = self.key_norm.axis = self.axis
-            self.key_norm.copies = kv_copies(config)
+        options = config.rms_norm_eps, dtype, traits, over, traits.qk_norm != "unscaled"
+        query_norm, key_norm = Norm(*query, *options), Norm(*key, *options)
+        if over is None:
+            query_norm.axis = key_norm.axis = self.axis
+            key_norm.copies = kv_copies(config)
+        return query_norm, key_norm
 
     def __call__(
         self,

@@ -20,7 +20,6 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "sparse": "its attention is sparse, over an index of tokens, which is not implemented",
         "encoder": "it has an encoder, and models of a decoder alone are served",
         "media": "its input or output is images or sound, and models of text are served",
-        "recurrent": "it has no attention, and a model without cache pages is not served",
         "bidirectional": "its tokens attend to later tokens too, which is not implemented",
         "own": "its computation is code in the checkpoint, which jaxserve does not execute",
         "unwritten": "its computation is not implemented yet",

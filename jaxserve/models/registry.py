@@ -36,6 +36,7 @@ from jaxserve.models.families.hunyuan import HUNYUAN
 from jaxserve.models.families.laguna import LAGUNA
 from jaxserve.models.families.lfm2 import LFM2
 from jaxserve.models.families.llama import LLAMA
+from jaxserve.models.families.mamba2 import MAMBA2
 from jaxserve.models.families.mimo import MIMO
 from jaxserve.models.families.minimax import MINIMAX
 from jaxserve.models.families.mistral import MISTRAL
@@ -82,6 +83,7 @@ FAMILIES = (
     NEMOTRON_H,
     QWEN3_5,
     BAMBA,
+    MAMBA2,
     MINIMAX,
     LAGUNA,
     MUSE_GLIMMER,

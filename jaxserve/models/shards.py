@@ -258,11 +258,15 @@ def _problems(config: ModelConfig) -> Iterator[str]:
     kv_heads = config.num_key_value_heads
     # The first number of query heads that cannot be divided, if layers differ in it.
     heads = max(config.layers.heads or (config.num_attention_heads,), key=lambda n: n % devices)
-    if heads % devices:
+    if not config.num_page_layers:
+        pass  # without attention
+    elif heads % devices:
         yield _multiple("num_attention_heads", heads, devices)
     elif kv_heads % devices and devices % kv_heads:
         yield f"num_key_value_heads is {kv_heads}; allowed: a multiple or a divisor of {devices}"
-    if (experts is None or not all(experts.layers)) and config.intermediate_size % devices:
+    has_mlp = any(map(config.has_mlp, range(config.num_hidden_layers)))
+    is_dense = has_mlp and (experts is None or not all(experts.layers))
+    if is_dense and config.intermediate_size % devices:
         yield _multiple("intermediate_size", config.intermediate_size, devices)
     sizes = {} if config.recurrent is None else config.recurrent.divided
     for name, size in sizes.items():

@@ -106,7 +106,8 @@ class EngineConfig(HostsConfig, ExpertsConfig):
         kv_cache_memory_bytes: size of the KV cache in bytes. On a CPU the default is 1 GiB, less if
             memory is short or fewer pages can be used, more if max_model_len needs it.
         state_cache_bytes: size of the states of prefixes in bytes, for models whose layers keep a
-            state. The default is a tenth of the KV cache. 0 disables the reuse of prefixes.
+            state. The default is a tenth of the KV cache, or all of it if no layer has pages. 0
+            disables the reuse of prefixes.
         memory_share: this engine's share of the GPU memory, or of the KV cache on a CPU, if
             several engines run.
         num_gpu_blocks_override: number of pages, instead of a size derived from memory.

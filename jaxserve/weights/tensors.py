@@ -13,7 +13,7 @@ from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.settings.model_name import INDEX
 from jaxserve.weights.checkpoint import Checkpoint, listed, open_checkpoint
 from jaxserve.weights.gguf.file import GgufFile
-from jaxserve.weights.gguf.names import named_tensors
+from jaxserve.weights.gguf.names import named_tensors, rules_of
 from jaxserve.weights.names import as_stored, match_names, renamed
 from jaxserve.weights.quantized_tensors import SplitCheckpoint, sort_packed
 from jaxserve.weights.safetensors import TensorEntry
@@ -56,7 +56,8 @@ def open_tensors(source: str | Path | GgufFile, config: ModelConfig) -> StoredTe
     if experts is not None and experts.stacked and not any(map(_is_stacked, opened.tensors)):
         # Transformers stacks experts in memory, and writes a tensor for each.
         config = replace(config, experts=replace(experts, stacked=False))
-    stored = as_stored(checkpoint_weights(config), opened, dims)
+    table = rules_of(source).weights if isinstance(source, GgufFile) else None
+    stored = as_stored((table or checkpoint_weights)(config), opened, dims)
     split = sort_packed(opened, config.quantization, stored, dims)
     return StoredTensors(opened, split, match_names(split.checkpoint, config, split.table), dims)
 

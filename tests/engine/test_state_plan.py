@@ -164,6 +164,45 @@ def test_bytes_of_snapshots_are_a_setting() -> None:
         EngineConfig(state_cache_bytes=-1)
 
 
+def test_a_model_without_attention_has_pages_of_no_bytes() -> None:
+    """Its pages count tokens. The states of prefixes take the memory that pages would take."""
+    state = 64 * (3 * (8192 + 2 * 8 * 128) + 128 * 128 * 64) * 4
+    weights = weights_of("Mamba-Codestral-7B-v0.1")
+    card, host = named_device("H200"), named_device("cpu")
+
+    def made(device: Any = card, **settings: Any) -> StartPlan:
+        return plan_memory(EngineConfig(**settings), weights, None, device)
+
+    found = made()
+    assert (found.state_bytes, found.page_bytes, found.state_tokens) == (state, 0, 0)
+    assert found.starts and found.max_num_seqs == 256
+    assert found.num_pages == found.full_pages == 1 << 18 and found.longest == 1 << 20
+    states, snapshots = found.states, found.num_snapshots
+    assert states is not None and snapshots and states.count == 256 + 1 + snapshots
+    used = found.weight_bytes + found.step_bytes + states.num_bytes
+    assert used <= found.budget * (1 - SLACK) < used + state
+    assert found.needed == int((used - (snapshots - 1) * state) / (1 - SLACK))
+    # Few sequences of few tokens need few pages, and no more snapshots than pages.
+    few = made(max_num_seqs=2, max_model_len=160)
+    assert (few.num_pages, few.num_snapshots) == (2 * 2 * (10 + 1) + 1, 2 * 2 * (10 + 1))
+    assert made(max_num_seqs=2, max_model_len=64, enable_prefix_caching=False).num_snapshots == 0
+    assert made(num_gpu_blocks_override=40).num_pages == 40
+    assert made(state_cache_bytes=3 * state).num_snapshots == 3
+    assert made(kv_cache_memory_bytes=5 * state).num_snapshots == 5
+    assert made(kv_cache_memory_bytes=5 * state).starts
+    assert not made(kv_cache_memory_bytes=1000 * state, max_num_seqs=1).starts
+    # A host keeps states of 1 GiB, and serves all lengths that the model has.
+    small = made(replace(host, free=64 * GIB, total=64 * GIB))
+    assert (small.num_snapshots, small.max_num_seqs) == (GIB // state, 32)
+    assert small.longest == 1 << 20 and small.is_whole
+    text = slots_refusal(EngineConfig(max_num_seqs=4000), weights, made(max_num_seqs=4000), card)
+    words = re.search(r"at most (\d+) sequences ", text or "")
+    assert words is not None, text
+    assert (
+        made(max_num_seqs=int(words[1])).starts and not made(max_num_seqs=int(words[1]) + 1).starts
+    )
+
+
 def test_too_many_snapshots_are_refused() -> None:
     settings: dict[str, Any] = {"state_cache_bytes": 100 * GIB, "max_num_seqs": 8}
     found, device = plan("H100", "int8", **settings), named_device("H100")

@@ -48,13 +48,20 @@ TINY_LFM2 = {
     "max_position_embeddings": 128, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3,
     "conv_bias": False, "rope_theta": 100.0, "tie_word_embeddings": True,
 }  # fmt: skip
+TINY_MAMBA2 = {
+    "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 32,
+    "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 2,
+    "vocab_size": VOCAB, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
 DRAWN = SamplingParams(temperature=1.0, seed=5, max_tokens=10, ignore_eos=True)
 PROMPTS = [
     np.random.default_rng(seed).integers(VOCAB, size=9 + 7 * seed).tolist() for seed in range(5)
 ]
 
 
-@pytest.fixture(scope="module", params=[TINY, TINY_LFM2], ids=["qwen3_5", "lfm2"])
+@pytest.fixture(
+    scope="module", params=[TINY, TINY_LFM2, TINY_MAMBA2], ids=lambda one: one["model_type"]
+)
 def loaded(request: pytest.FixtureRequest) -> Loaded:
     """Return a model whose launches have one step, so that the number of steps is fixed."""
     model_config = parse_model_config(request.param)

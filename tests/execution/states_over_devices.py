@@ -34,6 +34,7 @@ CASES = MappingProxyType(
         "qwen3_next_two_a_key": DELTA,
         "nemotron_h_all_kinds": {"n_groups": 2},
         "nemotron_h_dense_biases": {"mamba_num_heads": 8, "n_groups": 4},
+        "mamba2_two_groups": {},
     }
 )
 # With a state of heads, a state of channels, and a projection of keys, values and gates in one.

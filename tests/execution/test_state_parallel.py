@@ -12,10 +12,12 @@ from jaxserve.models import parse_model_config
 from jaxserve.models.shards import Split, check_split, parts_of
 from tests.equivalence import fields_of_case
 from tests.execution.states_over_devices import CASES, DEVICES
+from tests.models.cases import family_of
 from tests.support.last_line import found_by
 
-# Layers of this family have a mixer or an MLP, whose results are summed once.
-ONE_SUM_A_LAYER = "nemotron_h"
+# Layers of these families have a mixer or an MLP, whose results are summed once: a difference of
+# one sum for each layer.
+ONE_SUM_A_LAYER = {"nemotron_h": 4, "mamba2": 2}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def test_whole_experts_on_each_device_compute_the_same(found: dict[str, Any]) ->
 
 
 def test_a_layer_with_states_takes_one_sum(found: dict[str, Any]) -> None:
-    layers = {case: -4 if case.startswith(ONE_SUM_A_LAYER) else 0 for case in CASES}
+    layers = {case: -ONE_SUM_A_LAYER.get(family_of(case), 0) for case in CASES}
     assert found["exchanges"] == {case: {"all-reduce": count} for case, count in layers.items()}
 
 
@@ -85,3 +87,10 @@ def test_positions_are_not_divided(case: str) -> None:
         "decode_context_parallel_size is 2; allowed: 1, since layers of this "
         f"{architecture} keep a state in place of positions"
     )
+
+
+def test_a_model_without_attention_is_divided_by_groups() -> None:
+    config = parse_model_config(fields_of_case("mamba2_two_groups"))
+    check_split(replace(config, split=Split(2)))
+    with pytest.raises(UnsupportedModel, match=r"divided: the number of groups is 2; .* of 4$"):
+        check_split(replace(config, split=Split(4)))

@@ -13,11 +13,14 @@ from tests.machine_code.greatest_cases import GreatestCase, PlacedGreatestCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import RopeKvWriteCase, SmallHeadsCase
+from tests.machine_code.state_cases import SmallChunkCase, StateChunkCase
+from tests.machine_code.state_step_cases import KINDS, SmallStepCase, StateStepCase
 
 # Positions that kernels take at a time. Pages larger than this are taken in parts.
 BLOCK = 64
 # Factor of scores that overflow if a maximum is not one.
 LOUD = 60.0
+FIRST_TOKENS = 4
 
 
 def more_inputs(case: Case) -> list[Case]:
@@ -30,6 +33,12 @@ def more_inputs(case: Case) -> list[Case]:
         found = [
             PlacedGreatestCase(case.name, case.rows, case.columns, seed) for seed in range(101, 125)
         ]
+    elif isinstance(case, StateChunkCase):
+        found = [other_chunks(case, seed) for seed in range(101, 113)]
+        found.append(SmallChunkCase(**vars(case)))
+    elif isinstance(case, StateStepCase):
+        found = [other_steps(case, seed) for seed in range(101, 111)]
+        found.append(SmallStepCase(**vars(case)))
     else:
         # The numbers of a norm are large or small row by row.
         is_norm_of_one = isinstance(case, AddNormCase) and case.width == 1
@@ -129,3 +138,34 @@ def deal(case: AttentionCase, seed: int, fills_last: bool) -> tuple[int, ...]:
     if fills_last:
         lengths[-1] = int(pages[-1]) * size
     return tuple(lengths)
+
+
+def other_chunks(case: StateChunkCase, seed: int) -> StateChunkCase:
+    """Deal the tokens of a step out anew, to rows of other kinds and with other borders.
+
+    Many rows are short and many borders early, so that the convolution needs the state there.
+    """
+    rng, count = np.random.default_rng(seed), len(case.lengths)
+    left = total = sum(case.lengths) + case.last
+    lengths, borders = [], []
+    for _ in range(count):
+        length = int(rng.integers(0, rng.choice((left, min(left, FIRST_TOKENS))) + 1))
+        border = int(rng.integers(0, rng.choice((length, min(length, FIRST_TOKENS))) + 1))
+        lengths, borders, left = [*lengths, length], [*borders, border], left - length
+    return dataclasses.replace(
+        case,
+        lengths=tuple(lengths),
+        borders=tuple(borders),
+        kinds=tuple(rng.permutation(case.kinds).tolist()),
+        last=total - sum(lengths),
+        seed=seed,
+    )
+
+
+def other_steps(case: StateStepCase, seed: int) -> StateStepCase:
+    """Draw other kinds of rows: as many as there are for even seeds, otherwise any number."""
+    rng, count = np.random.default_rng(seed), len(case.rows) + case.absent
+    most = min(count, len(KINDS))
+    rows = rng.permutation(list(KINDS))[: rng.integers(1, most + 1) if seed % 2 else most]
+    absent = count - len(rows)
+    return dataclasses.replace(case, rows=tuple(rows.tolist()), absent=absent, seed=seed)

@@ -13,6 +13,10 @@ from tests.machine_code.greatest_cases import GreatestCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import RopeKvWriteCase
+from tests.machine_code.state_cases import KINDS as CHUNK_KINDS
+from tests.machine_code.state_cases import StateChunkCase
+from tests.machine_code.state_step_cases import KINDS as STEP_KINDS
+from tests.machine_code.state_step_cases import StateStepCase
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
 PAGE_SIZES = (16, 16, 32, 64, 128)
@@ -52,6 +56,7 @@ def random_case(seed: int, number: int, capability: Capability) -> Case:
     draw = Draw(np.random.default_rng([seed, number]))
     kinds = [_attention] * 4 + [_kv_write, _grouped, _quantized, _quantized, _quantized_grouped]
     kinds += [_mosaic, _add_norm, _rope_kv_write, _few_rows, _greatest]
+    kinds += [_state_steps, _causal_conv, _state_chunks]
     while True:
         case: Case = draw.pick(*kinds)(f"random-{seed}-{number}", draw)
         if case.runs_on(capability):
@@ -199,3 +204,49 @@ def _quantized(name: str, draw: Draw) -> Case:
 def _quantized_grouped(name: str, draw: Draw) -> Case:
     sizes, rows = _groups(draw)
     return QuantizedGroupedCase(name, sizes=sizes, rows=rows, **_codes(draw))
+
+
+def _recurrence(draw: Draw, most: int) -> tuple[str, tuple[int, ...]]:
+    """Draw a recurrence, and its groups, heads, inputs and outputs. A state is not much larger."""
+    groups = draw.number(1, 3)
+    inputs = draw.pick(draw.number(4, 40), 64, 96, 128)
+    outputs = draw.number(1, max(1, min(130, most // inputs)))
+    return draw.pick("delta", "mamba2"), (groups, groups * draw.number(1, 3), inputs, outputs)
+
+
+def _state_steps(name: str, draw: Draw) -> Case:
+    kind, sizes = draw.pick(("conv", (draw.number(1, 300),)), *2 * [_recurrence(draw, 8000)])
+    rows = draw.rng.permutation(list(STEP_KINDS))[: draw.number(1, len(STEP_KINDS))]
+    # Programs share a group only if it has several parts.
+    is_shared = kind != "conv" and (sizes[1] > sizes[0] or sizes[3] > 16)
+    return StateStepCase(
+        *(name, kind, sizes, draw.number(2, 8), tuple(rows.tolist())),
+        has_bias=draw.truth(),
+        has_spare=is_shared and draw.truth(),
+        absent=draw.number(0, 2),
+        dtype=draw.pick("bf16", "f16", "f32"),
+        seed=draw.number(0, 2**30),
+    )
+
+
+def _causal_conv(name: str, draw: Draw) -> Case:
+    return _state_case(name, draw, "conv", (draw.number(2, 8), draw.number(1, 300)))
+
+
+def _state_chunks(name: str, draw: Draw) -> Case:
+    return _state_case(name, draw, *_recurrence(draw, 4000))
+
+
+def _state_case(name: str, draw: Draw, kind: str, sizes: tuple[int, ...]) -> Case:
+    kinds = draw.rng.permutation(list(CHUNK_KINDS))[: draw.number(1, len(CHUNK_KINDS))].tolist()
+    lengths = [draw.pick(0, 1, 2, draw.near(16, 32, 64), draw.number(1, 80)) for _ in kinds]
+    return StateChunkCase(
+        *(name, kind, sizes, tuple(lengths)),
+        borders=tuple(draw.number(0, draw.pick(length, min(length, 8))) for length in lengths),
+        kinds=tuple(kinds),
+        # A step has at least one token.
+        last=draw.pick(0, 1, 5) or int(not any(lengths)),
+        has_bias=draw.truth(),
+        dtype=draw.pick("bf16", "f16", "f32"),
+        seed=draw.number(0, 2**30),
+    )

@@ -1,7 +1,8 @@
 """Steps of one token per row of layers with states, with inputs that show mistakes.
 
 Rows start from their own state, from zeros and from another place. Some are padding, and some store
-their states at a second place. States that nothing may read are NaN.
+their states at a second place. Unread states are NaN, and so are the numbers and
+gates of padding.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ KINDS = {
     "restored": (9, 2, 1, 8),
     "padding": (3, -1, 1, 10),
     "unsaved": (9, 4, 0, 6),
+    "saved": (3, 3, 1, 6),
 }
 """Rows of each kind. Place 11 is spare, and no row reads 1, 2, 4 to 8 and 10."""
+SMALL = 2.0**-12
+"""Factor of numbers whose squares are about as large as the `eps` of a norm."""
 UNREAD = np.array([1, 2, 4, 5, 6, 7, 8, 10])
 
 
@@ -60,7 +64,7 @@ class StateStepCase(Case):
     kind: str
     sizes: tuple[int, ...]
     taps: int = 4
-    rows: tuple[str, ...] = tuple(KINDS)
+    rows: tuple[str, ...] = ("own", "fresh", "restored", "padding", "unsaved")
     has_bias: bool = True
     has_spare: bool = True
     absent: int = 1
@@ -111,20 +115,23 @@ class StateStepCase(Case):
             return numbers
 
         channels = self.sizes[0] if self.kind == "conv" else options.width
+        absent = [kind == "padding" for kind in self.rows] + [True] * self.absent
         x = draw(tokens, channels)
-        x[len(self.rows) :] = np.nan
+        x[absent] = np.nan
         weights = [draw(self.taps, channels), draw(channels)][: 1 + self.has_bias]
         found = [x, *weights]
         found = [array.astype(dtype) for array in found]
         found.insert(1, states(self.taps - 1, channels))
         if self.kind != "conv":
             gates = (tokens, 2, options.heads) if self.kind == "delta" else (tokens, options.heads)
-            found.insert(1, draw(*gates).astype(dtype))
+            numbers = draw(*gates)
+            numbers[absent] = np.nan
+            found.insert(1, numbers.astype(dtype))
             found.insert(3, states(*self.sizes[1:]))
             found.append(draw(options.num_constants, options.heads))
         start = np.minimum(np.arange(tokens + 1), len(self.rows))
-        absent = [(0, -1, 1, 5)] * self.absent
-        places = np.array([KINDS[kind] for kind in self.rows] + absent).T
+        places = [KINDS[kind] for kind in self.rows] + [(0, -1, 1, 5)] * self.absent
+        places = np.array(places).T
         rows = [start, *places, *([np.array(PLACES - 1)] if self.counts else [])]
         return [*found, *(part.astype(np.int32) for part in rows)]
 
@@ -152,6 +159,18 @@ class StateStepCase(Case):
             return step(*self.operands(arrays))
 
         return evaluate(specification, self.arguments())
+
+
+class SmallStepCase(StateStepCase):
+    """Step whose convolution has small results."""
+
+    def arguments(self) -> list[np.ndarray]:
+        """Make the arguments with small weights."""
+        arrays = super().arguments()
+        first = 2 if self.kind == "conv" else 4
+        for place in range(first, first + 1 + self.has_bias):
+            arrays[place] = arrays[place] * arrays[place].dtype.type(SMALL)
+        return arrays
 
 
 def state_step_cases() -> list[Case]:

@@ -56,10 +56,12 @@ def summarize(rows: list[Row]) -> dict[str, dict[str, Any]]:
 
 
 def write_table(rows: list[Row], folder: Path = RESULTS) -> None:
-    """Write the results beside those for other capabilities, and the table of all of them."""
+    """Write the results beside those of other kernels and capabilities, and the table of all."""
     path = folder / "machine_code.json"
     kept = json.loads(path.read_text()) if path.is_file() else {}
-    merged = kept.get(PART, {}) | summarize(rows)
+    merged = dict(kept.get(PART, {}))
+    for capability, families in summarize(rows).items():
+        merged[capability] = merged.get(capability, {}) | families
     keep(path, {PART: merged}, about_run())
     text = table(json.loads(path.read_text()))
     (folder / "machine_code.md").write_text(text)

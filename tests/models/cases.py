@@ -63,6 +63,8 @@ SHARED_EXPERT = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+# Sizes of attention, which Mamba 2 lacks.
+ATTENTION = frozenset({"num_attention_heads", "num_key_value_heads", "max_position_embeddings"})
 BAMBA = {"mamba_n_heads": 4, "mamba_d_state": 12, "mamba_n_groups": 2}
 # Read by every family. A case changes some of it.
 SIZES: dict[str, Any] = {
@@ -148,6 +150,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 12,
+        },
+    ),
+    "mamba2": (
+        "Mamba2",
+        {
+            "layer_norm_epsilon": 1e-3,
+            "num_heads": 8,
+            "head_dim": 8,
+            "state_size": 12,
+            "n_groups": 2,
         },
     ),
     "falcon_h1": (
@@ -590,6 +602,22 @@ CASES: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
         "position_embedding_type": "rope",
     },
+    "mamba2_two_groups": {},
+    "mamba2_tied_biases_wide_taps": {
+        "tie_word_embeddings": True,
+        "use_bias": True,
+        "conv_kernel": 7,
+        "n_groups": 1,
+    },
+    "mamba2_expanded_narrow_taps": {
+        "num_hidden_layers": 3,
+        "expand": 3,
+        "num_heads": 12,
+        "n_groups": 4,
+        "use_conv_bias": False,
+        "conv_kernel": 3,
+        "time_step_limit": [0.05, 0.7],
+    },
     "falcon_h1_factors": {},
     "falcon_h1_norm_after_biases_tied": {
         "mamba_rms_norm": True,
@@ -768,7 +796,9 @@ def fields_of(case: str) -> dict[str, Any]:
         "norm_eps",
     } & fields.keys():  # in place of the other
         del fields["rms_norm_eps"]
-    return fields
+    return {
+        name: fields[name] for name in fields if not (name in ATTENTION and "num_heads" in fields)
+    }
 
 
 def transformers_config(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:

@@ -34,7 +34,7 @@ from jaxserve.models import abstract_model, read_model_config
 from jaxserve.weights import load_weights
 from scripts.lib.paths import RESULTS
 from scripts.lib.run_main import run_main
-from tests.models.cases import CASES, FAMILIES, family_of, fields_of, transformers_model
+from tests.models.cases import ATTENTION, CASES, FAMILIES, family_of, fields_of, transformers_model
 from tests.models.tiny_models import (
     hugging_face_model,
     load,
@@ -108,6 +108,9 @@ def loading(family: str) -> tuple[int, float]:
     for name in BY_LAYER:
         if kinds := fields_of(case).get(name):
             sizes[name] = list(islice(cycle(kinds), LARGE["num_hidden_layers"]))
+    if "num_heads" in FAMILIES[family][1]:  # Mamba 2, whose width is twice the model's
+        sizes["num_heads"] = 2 * LARGE["hidden_size"] // LARGE["head_dim"]
+        sizes = {name: size for name, size in sizes.items() if name not in ATTENTION}
     if "kv_lora_rank" in FAMILIES[family][1]:  # latent attention has as many heads on both sides
         sizes["num_key_value_heads"] = LARGE["num_attention_heads"]
         del sizes["head_dim"]  # it is that of the rotated part

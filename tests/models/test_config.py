@@ -64,6 +64,7 @@ NEEDED = {
     "DeepseekV2ForCausalLM": {"num_key_value_heads": 32, "num_experts_per_tok": 2},
     "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "Mamba2ForCausalLM": {"num_key_value_heads": None},
     "OlmoHybridForCausalLM": {"num_key_value_heads": 30},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
     "Glm4MoeForCausalLM": {"head_dim": 128},
@@ -769,13 +770,16 @@ def test_an_infinite_number_in_a_file_is_refused(tmp_path):
         read_model_config(tmp_path)
 
 
-def test_models_without_attention_are_refused_in_one_sentence():
-    sentence = "a model without cache pages is not served"
-    mamba = transformers.Mamba2Config(architectures=["Mamba2ForCausalLM"])
-    with pytest.raises(UnsupportedModel, match=rf"\['Mamba2ForCausalLM'\]: .*{sentence};"):
-        parse_model_config(mamba.to_dict())
-    bamba = transformers.BambaConfig(architectures=["BambaForCausalLM"])
-    with pytest.raises(UnsupportedModel, match=f"1 field.*\n.*{sentence}$"):
-        parse_model_config(bamba.to_dict())
-    with_attention = bamba.to_dict() | {"attn_layer_indices": [3]}
-    assert parse_model_config(with_attention).num_page_layers == 1
+def test_layers_may_all_have_states_but_not_all_an_mlp():
+    mamba = transformers.Mamba2Config(architectures=["Mamba2ForCausalLM"]).to_dict()
+    config = parse_model_config(mamba)
+    assert (config.num_page_layers, config.num_state_layers) == (0, 64)
+    assert config.context_length == 1 << 20
+    assert parse_model_config(mamba | {"max_position_embeddings": 64}).context_length == 64
+    bamba = transformers.BambaConfig(architectures=["BambaForCausalLM"]).to_dict()
+    assert parse_model_config(bamba).num_page_layers == 0
+    assert parse_model_config(bamba | {"attn_layer_indices": [3]}).num_page_layers == 1
+    mlps: dict[str, Any] = {"hybrid_override_pattern": "---"}
+    nemotron = transformers.NemotronHConfig(**mlps).to_dict()
+    with pytest.raises(UnsupportedModel, match=r"1 field.*\n.*no layer has attention or a state"):
+        parse_model_config(nemotron | {"architectures": ["NemotronHForCausalLM"]})

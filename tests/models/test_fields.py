@@ -402,6 +402,24 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.rope_theta": None},
         {"linear_value_head_dim": None},
     ],
+    "mamba2_two_groups": [
+        {"num_heads": 16, "head_dim": 4},
+        {"num_heads": 7},
+        {"state_size": 8},
+        {"n_groups": 1},
+        {"n_groups": 3},
+        {"conv_kernel": 3},
+        {"use_conv_bias": False},
+        {"use_bias": True},
+        {"expand": 3},
+        {"layer_norm_epsilon": 0.1},
+        {"tie_word_embeddings": True},
+        {"hidden_act": "gelu"},
+    ],
+    "mamba2_expanded_narrow_taps": [
+        {"time_step_limit": [0.5, 0.6]},
+        {"time_step_limit": [0.5]},
+    ],
     "falcon_h1_factors": [
         *MAMBA,
         {"mamba_d_ssm": 32},
@@ -520,7 +538,10 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
     **TRAIT_CHANGES,
 }
 # All layers have experts, whose width is another field.
-WITHOUT_MLP = ("qwen3_5_moe_two_a_key", "qwen3_next_two_a_key", *TRAIT_WITHOUT_MLP)
+WITHOUT_MLP = (
+    *("qwen3_5_moe_two_a_key", "qwen3_next_two_a_key", "mamba2_two_groups"),
+    *TRAIT_WITHOUT_MLP,
+)
 CHANGES = [
     *[
         (case, change)

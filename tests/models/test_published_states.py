@@ -147,6 +147,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         2 * 32 * 8 * 128 * 2,
         32 * (3 * (1024 + 2 * 256) + 128 * 256 * 8) * 4,
     ),
+    "Mamba-Codestral-7B-v0.1": (
+        _of("Mamba2"),  # whose defaults are this model's
+        0,
+        64 * (3 * (8192 + 2 * 8 * 128) + 128 * 128 * 64) * 4,
+    ),
+    "mamba2-2.7b": (
+        _of(
+            "Mamba2",
+            hidden_size=2560,
+            num_heads=80,
+            n_groups=1,
+            vocab_size=50288,
+            tie_word_embeddings=True,
+        ),
+        0,
+        64 * (3 * (5120 + 2 * 128) + 80 * 128 * 64) * 4,
+    ),
     "Olmo-Hybrid-7B (defaults of the class)": (
         _of("OlmoHybrid"),
         2 * 8 * 30 * 128 * 2,

@@ -247,7 +247,10 @@ WRAPPED: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"text_config": {"model_type": "opt"}}, r"text_config\.model_type 'opt': .*nearest.*LlamaFor"),
+        (
+            {"text_config": {"model_type": "opt"}},
+            r"text_config\.model_type 'opt': .*nearest.*LlamaFor",
+        ),
         ({"text_config": {"model_type": 3}}, r"text_config\.model_type 3: allowed.*'llama'"),
         ({"text_config": {"hidden_size": -1}}, r"text_config\.hidden_size is -1"),
         ({"text_config": {"unheard_of": 1}}, r"text_config\.unheard_of is 1"),

@@ -1,107 +1,27 @@
 """GGUF files of models with states, written as llama.cpp's converter writes them.
 
 Each class follows the class of the same model in llama.cpp's `conversion/` (build 11434, MIT
-license): base.py, lfm2.py, qwen.py, nemotron.py, granite.py, mamba.py and llama.py.
+license): base.py, lfm2.py and qwen.py. Those with
+Mamba-2 are in `gguf_mamba`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
-from safetensors.numpy import load_file
 
 from scripts.compare.write_gguf import add_tokenizer
-from tests.support.gguf_files import Type, _add, finish
+from tests.support.gguf_converter import Converter, Tensors
+from tests.support.gguf_files import Type, finish
+from tests.support.gguf_mamba import FalconH1, GraniteHybrid, Mamba2, NemotronH, NemotronHMoe
 from tests.support.recurrent_checkpoints import packed
 
-Tensors = Iterator[tuple[str, np.ndarray]]
 OLDER_NEXT = "older qwen3next"
 # Tensors in float32 in every file.
 EXACT = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv")
-# Of the block that predicts further tokens.
-NEXTN = {
-    "eh_proj": gguf.MODEL_TENSOR.NEXTN_EH_PROJ,
-    "enorm": gguf.MODEL_TENSOR.NEXTN_ENORM,
-    "hnorm": gguf.MODEL_TENSOR.NEXTN_HNORM,
-    "shared_head.norm": gguf.MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM,
-}
-
-
-class Converter:
-    """Converter of one checkpoint folder: base.py's `TextModel`."""
-
-    arch: gguf.MODEL_ARCH
-
-    def __init__(self, folder: Path, writer_path: Path) -> None:
-        self.hparams: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        self.rope = self.hparams.get("rope_parameters") or {}
-        self.tensors = load_file(folder / "model.safetensors")
-        self.blocks = self.number_of_blocks()
-        self.writer = gguf.GGUFWriter(writer_path, gguf.MODEL_ARCH_NAMES[self.arch])
-        self.names = gguf.get_tensor_name_map(self.arch, self.blocks)
-
-    def number_of_blocks(self) -> int:
-        return self.hparams["num_hidden_layers"]
-
-    def add(self, key: str, value: Any) -> None:
-        """Replace the value of an architecture's key."""
-        key = f"{gguf.MODEL_ARCH_NAMES[self.arch]}.{key}"
-        self.writer.kv_data[0].pop(key, None)
-        _add(self.writer, key, value)
-
-    def set_parameters(self) -> None:
-        hparams = self.hparams
-        self.add("block_count", self.blocks)
-        for field, key in (
-            ("max_position_embeddings", "context_length"),
-            ("hidden_size", "embedding_length"),
-            ("intermediate_size", "feed_forward_length"),
-            ("num_attention_heads", "attention.head_count"),
-            ("num_key_value_heads", "attention.head_count_kv"),
-            ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
-            ("norm_eps", "attention.layer_norm_rms_epsilon"),
-            ("layer_norm_epsilon", "attention.layer_norm_epsilon"),
-            ("num_experts", "expert_count"),
-            ("n_routed_experts", "expert_count"),
-            ("num_experts_per_tok", "expert_used_count"),
-            ("n_group", "expert_group_count"),
-            ("topk_group", "expert_group_used_count"),
-            ("head_dim", "attention.key_length"),
-            ("head_dim", "attention.value_length"),
-        ):
-            if hparams.get(field) is not None:
-                self.add(key, hparams[field])
-        if "mrope_section" in self.rope:
-            sections = [*self.rope["mrope_section"], 0, 0, 0, 0][:4]
-            self.add("rope.dimension_sections", sections)
-        if "rope_theta" in self.rope:
-            self.add("rope.freq_base", float(self.rope["rope_theta"]))
-
-    def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
-        other = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if other is None:
-            part = name.removeprefix(f"model.layers.{layer}.").removesuffix(".weight")
-            other = f"{gguf.TENSOR_NAMES[NEXTN[part]].format(bid=layer)}.weight"
-        yield other, tensor
-
-    def formatted(self, key: gguf.MODEL_TENSOR, layer: int | None) -> str:
-        assert key in gguf.MODEL_TENSORS[self.arch]
-        return gguf.TENSOR_NAMES[key].format(bid=layer) + ".weight"
-
-    def filtered(self, name: str) -> str:
-        return name.replace("e_score_correction_bias", "e_score_correction.bias")
-
-    def all_tensors(self) -> Tensors:
-        self.tensors = {self.filtered(name): tensor for name, tensor in self.tensors.items()}
-        for name, tensor in self.tensors.items():
-            number = next((part for part in name.split(".") if part.isdecimal()), None)
-            layer = None if number is None else int(number)
-            yield from self.converted(name, tensor.astype(np.float32), layer)
 
 
 class Lfm2(Converter):
@@ -320,109 +240,6 @@ class Qwen35Moe(Qwen35):
     arch = gguf.MODEL_ARCH.QWEN35MOE
 
 
-class NemotronH(Converter):
-    """nemotron.py's `NemotronHModel`, and of its bases `GraniteHybridModel` and `Mamba2Model`."""
-
-    arch = gguf.MODEL_ARCH.NEMOTRON_H
-    is_moe = False
-
-    def __init__(self, folder: Path, writer_path: Path) -> None:
-        super().__init__(folder, writer_path)
-        pattern = self.hparams["hybrid_override_pattern"]
-        self.groups = self.hparams["n_groups"]
-        self.inner = self.hparams["mamba_num_heads"] * self.hparams["mamba_head_dim"]
-        letter = "E" if self.is_moe else "-"
-        self.attention = [index for index, kind in enumerate(pattern) if kind == "*"]
-        self.mamba = [index for index, kind in enumerate(pattern) if kind == "M"]
-        self.mlp = [index for index, kind in enumerate(pattern) if kind == letter]
-        self.further: int | None = None
-        if self.is_moe and self.hparams.get("num_nextn_predict_layers"):
-            self.further = self.blocks
-            self.attention.append(self.blocks)
-            self.mlp.append(self.blocks)
-            self.blocks += 1
-            self.names = gguf.get_tensor_name_map(self.arch, self.blocks)
-
-    def filtered(self, name: str) -> str:
-        if self.further is not None and name.startswith("mtp."):
-            part = name.split(".", 3)[3].replace("final_layernorm", "shared_head.norm")
-            base = "backbone" if "mixer." in part else "model"
-            return f"{base}.layers.{self.further}.{part}"
-        name = super().filtered(name)
-        name = name.replace("model.", "backbone.", 1) if name.startswith("model.") else name
-        name = name.replace("backbone.embed_tokens", "backbone.embeddings")
-        name = name.replace("backbone.norm.", "backbone.norm_f.")
-        if name.endswith(".dt_bias"):
-            name = name.rpartition(".dt_bias")[0] + ".dt.bias"
-        return name
-
-    def set_parameters(self) -> None:
-        hparams = self.hparams
-        super().set_parameters()
-        self.add("vocab_size", hparams["vocab_size"])
-        self.add("rope.dimension_count", hparams["hidden_size"] // hparams["num_attention_heads"])
-        self.add("ssm.conv_kernel", hparams["conv_kernel"])
-        self.add("ssm.state_size", hparams["ssm_state_size"])
-        self.add("ssm.group_count", self.groups)
-        self.add("ssm.inner_size", self.inner)
-        self.add("ssm.time_step_rank", hparams["mamba_num_heads"])
-        heads = hparams["num_key_value_heads"]
-        blocks = range(self.blocks)
-        kv_heads = [heads if index in self.attention else 0 for index in blocks]
-        self.add("attention.head_count_kv", kv_heads)
-        self.add("rope.scaling.finetuned", False)
-        self.add("context_length", 1 << 20)
-        field = "moe_intermediate_size" if self.is_moe else "intermediate_size"
-        width = [hparams[field] if index in self.mlp else 0 for index in blocks]
-        self.add("feed_forward_length", width)
-        if self.is_moe:
-            shared = hparams["moe_shared_expert_intermediate_size"]
-            self.add("expert_feed_forward_length", hparams["moe_intermediate_size"])
-            self.add("expert_shared_feed_forward_length", shared)
-            self.add("expert_shared_count", hparams["n_shared_experts"])
-            if self.further is not None:
-                self.add("nextn_predict_layers", 1)
-            self.add("expert_weights_norm", hparams["norm_topk_prob"])
-            self.add("expert_weights_scale", float(hparams["routed_scaling_factor"]))
-            if hparams.get("moe_latent_size") is not None:
-                self.add("moe_latent_size", hparams["moe_latent_size"])
-
-    @staticmethod
-    def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
-        halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
-        return halves.swapaxes(1, 2).reshape(weights.shape)
-
-    def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
-        if name.endswith("q_proj.weight"):
-            tensor = self.permuted(tensor, self.hparams["num_attention_heads"])
-        elif name.endswith("k_proj.weight"):
-            tensor = self.permuted(tensor, self.hparams["num_key_value_heads"])
-        elif name.endswith("mixer.conv1d.weight"):
-            tensor = tensor.squeeze()
-        elif name.endswith("mixer.A_log"):
-            tensor = (-np.exp(tensor)).reshape(-1, 1)
-        elif name.endswith("mixer.D"):
-            tensor = tensor.reshape(-1, 1)
-        elif layer in self.mamba and name.endswith("mixer.norm.weight"):
-            tensor = tensor.reshape(self.groups, -1)
-        if "mixer.experts.0." in name:
-            of_all = [
-                self.tensors[name.replace("experts.0.", f"experts.{index}.")]
-                for index in range(self.hparams["n_routed_experts"])
-            ]
-            name = f"model.layers.{layer}.mlp.experts.{name.split('.')[-2]}.weight"
-            yield from super().converted(name, np.stack(of_all).astype(np.float32), layer)
-        elif ".experts." not in name:
-            yield from super().converted(name, tensor, layer)
-
-
-class NemotronHMoe(NemotronH):
-    """nemotron.py's `NemotronHModel` with experts."""
-
-    arch = gguf.MODEL_ARCH.NEMOTRON_H_MOE
-    is_moe = True
-
-
 CONVERTERS: Mapping[str, type[Converter]] = {
     "lfm2": Lfm2,
     "lfm2moe": Lfm2Moe,
@@ -431,6 +248,9 @@ CONVERTERS: Mapping[str, type[Converter]] = {
     "qwen35moe": Qwen35Moe,
     "nemotron_h": NemotronH,
     "nemotron_h_moe": NemotronHMoe,
+    "granitehybrid": GraniteHybrid,
+    "falcon-h1": FalconH1,
+    "mamba2": Mamba2,
 }
 
 

@@ -62,6 +62,16 @@ MAMBA = {
     "n_groups": 2,
     "conv_kernel": 4,
 }
+HYBRID = {
+    "num_hidden_layers": 3,
+    "rms_norm_eps": 1e-5,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 # Name of Transformers' class, and fields besides the sizes above.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
@@ -109,6 +119,63 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
         },
     ),
+    "granitehybrid": (
+        "GraniteMoeHybrid",
+        HYBRID
+        | {
+            "layer_types": ["mamba", "attention", "mamba"],
+            "attention_multiplier": 0.07,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 2.0,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 256,
+            "position_embedding_type": "nope",
+        },
+    ),
+    # Products of these factors are exact, so that blocks hold them.
+    "falcon-h1": (
+        "FalconH1",
+        HYBRID
+        | {
+            "mamba_d_ssm": 512,
+            "head_dim": 64,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_in_multiplier": 2.0,
+            "attention_out_multiplier": 0.5,
+            "ssm_in_multiplier": 0.5,
+            "ssm_out_multiplier": 2.0,
+            "mlp_multipliers": [2.0, 0.5],
+            "ssm_multipliers": [0.5, 2.0, 0.25, 4.0, 0.5],
+            "key_multiplier": 0.25,
+            "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 4.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e11},
+        },
+    ),
+    "mamba2": (
+        "Mamba2",
+        {
+            "layer_norm_epsilon": 1e-5,
+            "num_heads": 8,
+            "head_dim": 64,
+            "state_size": 16,
+            "n_groups": 2,
+            "num_attention_heads": None,
+            "num_key_value_heads": None,
+            "max_position_embeddings": None,
+        },
+    ),
+}
+# Further models of an architecture above.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense granite": (
+        "GraniteMoeHybrid",
+        {**CASES["granitehybrid"][1], "num_local_experts": 0, "num_experts_per_tok": 0},
+    ),
+    "bamba": ("Bamba", HYBRID | {"attn_layer_indices": [1], "attn_rotary_emb": 32}),
 }
 LETTERS = {LINEAR: "M", "moe": "E", FULL: "*", "mlp": "-", "mamba": "M", "attention": "*"}
 
@@ -124,10 +191,15 @@ def levels(kind: Type) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def q4_k_blocks(values: np.ndarray) -> np.ndarray:
-    """Pack multiples of 1/64 from -8 to 7 as Q4_K, which the package gguf does not write."""
-    codes = np.uint8(values * 64 + 8).reshape(*values.shape[:-1], -1, 4, 2, 32)
+    """Pack multiples from -8 to 7 of a power of two as Q4_K, which the package gguf does not write.
+
+    Each row has a power of its own.
+    """
+    scales = 2 ** np.ceil(np.log2(np.abs(values).max(-1, keepdims=True) / 8))
+    codes = np.uint8(values / scales + 8).reshape(*values.shape[:-1], -1, 4, 2, 32)
     blocks = np.empty((*codes.shape[:-3], 144), np.uint8)
-    blocks[..., :4] = np.array([1 / 64, 1 / 64], np.float16).view(np.uint8)
+    both = np.repeat(scales[..., None], 2, axis=-1).astype(np.float16)
+    blocks[..., :4] = np.ascontiguousarray(both).view(np.uint8)
     # Scales of 1 and minima of 8 of eight runs, in 6 bits each.
     blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16] = 1, 8, 1 | 8 << 4
     blocks[..., 16:] = (codes[..., 0, :] | codes[..., 1, :] << 4).reshape(*codes.shape[:-3], 128)
@@ -152,7 +224,7 @@ def save_checkpoint(
     Every parameter matters: norms and biases are random too. Matrices have values that `kind` holds
     exactly.
     """
-    name, own = CASES[architecture]
+    name, own = {**CASES, **OTHERS}[architecture]
     torch.manual_seed(sum(architecture.encode()))
     of_text = f"{name}Text" if name.startswith("Qwen3_5") else name
     config = getattr(transformers, f"{of_text}Config")(**{**SIZES, **own, **(fields or {})})
@@ -171,7 +243,16 @@ def save_checkpoint(
     model.save_pretrained(folder)
     if name == "NemotronH":
         _name_layers_by_letter(folder / "config.json", architecture)
+    if name == "GraniteMoeHybrid":
+        _name_layers_as_published(folder / "config.json")
     return model
+
+
+def _name_layers_as_published(path: Path) -> None:
+    raw = json.loads(path.read_text())
+    older = {LINEAR: "mamba", FULL: "attention"}
+    raw["layer_types"] = [older.get(kind, kind) for kind in raw["layer_types"]]
+    path.write_text(json.dumps(raw))
 
 
 def _name_layers_by_letter(path: Path, architecture: str) -> None:

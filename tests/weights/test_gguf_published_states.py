@@ -1,7 +1,9 @@
 """Metadata of published GGUF files of models with states.
 
 The keys are those that llama.cpp lists as it loads such files, in its issues 17578, 20490 and
-20570, and its pull requests 18641 and 22673. Sizes are the checkpoints'. Vocabularies are left out.
+20570, its pull requests 18641 and 22673, and ollama's issue 12982. Of Falcon-H1 and Mamba 2 they
+are those of llama.cpp's converter. Sizes are the checkpoints', of Falcon-H1 the defaults of
+Transformers' class. Vocabularies are left out.
 """
 
 from __future__ import annotations
@@ -144,6 +146,83 @@ FILES = {
         },
         2 * 6 * 2 * 128 * 2,
         23 * (3 * (4096 + 2 * 1024) + 64 * 128 * 64) * 4,
+        ("output.weight", "blk.0.ssm_conv1d.bias"),
+    ),
+    "granite-4.0-h-small": Published(
+        "granitehybrid",
+        100352,
+        {
+            "block_count": 40,
+            "context_length": 1 << 20,
+            "embedding_length": 4096,
+            "feed_forward_length": 768,
+            "attention.head_count": 32,
+            "attention.head_count_kv": np.array([8 * (layer % 10 == 5) for layer in range(40)]),
+            "rope.freq_base": 1e4,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "expert_count": 72,
+            "expert_used_count": 10,
+            "vocab_size": 100352,
+            "rope.dimension_count": 128,
+            "attention.scale": 0.0078125,
+            "embedding_scale": 12.0,
+            "residual_scale": 0.22,
+            "logit_scale": 16.0,
+            "expert_shared_feed_forward_length": 1536,
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": 128,
+            "ssm.group_count": 1,
+            "ssm.inner_size": 8192,
+            "ssm.time_step_rank": 128,
+            "rope.scaling.finetuned": False,
+        },
+        2 * 4 * 8 * 128 * 2,
+        36 * (3 * (8192 + 2 * 128) + 128 * 128 * 64) * 4,
+        ("blk.0.ssm_conv1d.bias",),
+    ),
+    "Mamba-Codestral-7B-v0.1": Published(
+        "mamba2",
+        32768,
+        {
+            "block_count": 64,
+            "context_length": 1 << 20,
+            "embedding_length": 4096,
+            "feed_forward_length": 0,
+            "attention.head_count": 0,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": 128,
+            "ssm.group_count": 8,
+            "ssm.inner_size": 8192,
+            "ssm.time_step_rank": 128,
+        },
+        0,
+        64 * (3 * (8192 + 2 * 8 * 128) + 128 * 128 * 64) * 4,
+        ("output.weight", "blk.0.ssm_conv1d.bias"),
+    ),
+    "Falcon-H1 (defaults of the class)": Published(
+        "falcon-h1",
+        128000,
+        {
+            "block_count": 32,
+            "context_length": 8192,
+            "embedding_length": 4096,
+            "feed_forward_length": 14336,
+            "attention.head_count": 32,
+            "attention.head_count_kv": 8,
+            "attention.key_length": 128,
+            "attention.value_length": 128,
+            "rope.freq_base": 1e5,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "vocab_size": 128000,
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": 256,
+            "ssm.group_count": 1,
+            "ssm.inner_size": 1024,
+            "ssm.time_step_rank": 128,
+        },
+        2 * 32 * 8 * 128 * 2,
+        32 * (3 * (1024 + 2 * 256) + 128 * 256 * 8) * 4,
         ("output.weight", "blk.0.ssm_conv1d.bias"),
     ),
 }

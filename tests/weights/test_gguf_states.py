@@ -21,6 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import ModelConfig, parse_model_config, read_model_config
+from jaxserve.models.config.recurrent import Mamba2Sizes
+from jaxserve.models.config.rules import Scales
 from jaxserve.models.registry import GGUF_RULES
 from jaxserve.models.shards import Part
 from jaxserve.weights import GgufFile, gguf_config, gguf_fields, load_weights, read_gguf
@@ -30,13 +32,14 @@ from jaxserve.weights.gguf.names import named_tensors
 from jaxserve.weights.model_weights import parameters_of
 from tests.models.tiny_models import reference_logits, relative_error
 from tests.support.gguf_files import Type
+from tests.support.gguf_mamba import multiplied
 from tests.support.gguf_recurrent import CONVERTERS, OLDER_NEXT, convert
 from tests.support.paged_runner import PagedRunner
 from tests.support.quick_operations import quick_operations
-from tests.support.recurrent_checkpoints import CASES, DELTA, save_checkpoint
+from tests.support.recurrent_checkpoints import CASES, DELTA, OTHERS, save_checkpoint
 from tests.weights.test_gguf_blocks import CODES, in_full, is_in_blocks
 
-NEXT = "qwen3next"
+NEXT, FALCON = "qwen3next", "falcon-h1"
 PACKED = (Type.Q8_0, Type.Q4_K)
 PROMPT, COUNT = [5, 17, 33, 8, 90, 41, 2, 64, 11], 8
 Metadata = dict[str, Any]
@@ -63,10 +66,16 @@ def folder_of(file: GgufFile) -> Path:
 
 
 def in_the_file_s_numbers(folder: Path) -> Path:
-    """Round a checkpoint's tensors as the file's do: 1 + w - 1 is not w, nor log(exp(w))."""
+    """Round a checkpoint's tensors as the file's do: 1 + w - 1 is not w, nor log(exp(w)).
+
+    Those of Falcon-H1 are multiplied by the model's factors.
+    """
     tensors = load_file(folder / "model.safetensors")
-    is_qwen = "linear_num_key_heads" in (folder / "config.json").read_text()
+    raw = json.loads((folder / "config.json").read_text())
+    is_qwen = "linear_num_key_heads" in raw
     for name, tensor in tensors.items():
+        if "ssm_multipliers" in raw:
+            tensors[name] = multiplied(name, tensor, raw)
         if name.endswith("A_log"):
             tensors[name] = np.log(np.exp(tensor))
         elif is_qwen and name.endswith("norm.weight") and "linear_attn" not in name:
@@ -105,6 +114,16 @@ def test_a_file_is_what_it_was_made_from(files, monkeypatch, name):
         assert config.max_position_embeddings == 1 << 20
         changes["max_position_embeddings"] = want.max_position_embeddings
         changes["intermediate_size"] = want.intermediate_size
+    if name in ("granitehybrid", "mamba2"):  # without positions the length is llama.cpp's
+        assert config.max_position_embeddings == 1 << 20
+        changes["max_position_embeddings"] = want.max_position_embeddings
+    if name == FALCON:  # the matrices have been multiplied by the factors
+        sizes = want.recurrent
+        assert isinstance(sizes, Mamba2Sizes) and isinstance(config.recurrent, Mamba2Sizes)
+        assert len(set(sizes.factors)) == 4 and config.recurrent.factors == ()
+        assert config.scales == Scales(attention=64**-0.5, mixers=((1.0, 1.0),) * 2)
+        want = replace(want, scales=config.scales, recurrent=replace(sizes, factors=()))
+        changes["recurrent"] = want.recurrent
     assert replace(config, **changes) == want
     assert parse_model_config(json.loads(json.dumps(gguf_fields(file)))) == config
     assert name == NEXT or config.recurrent == want.recurrent
@@ -171,6 +190,26 @@ def test_a_file_in_floats_gives_the_same_tokens(tmp_path, name):
     reference = save_checkpoint(name, tmp_path / "hf")
     file = read_gguf(convert(tmp_path / "hf", tmp_path / "model.gguf", name))
     assert_same_tokens(file, reference, 1e-4)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_further_models_of_granite_s_name(tmp_path, name):
+    """Granite without experts, whose projections the checkpoint fuses, and Bamba."""
+    folder = tmp_path / "hf"
+    reference = save_checkpoint(name, folder)
+    file = read_gguf(convert(folder, tmp_path / "model.gguf", "granitehybrid"))
+    want, config = read_model_config(folder), gguf_config(file)
+    assert replace(config, max_position_embeddings=want.max_position_embeddings) == want
+    values, expected = values_of(file, config), values_of(in_the_file_s_numbers(folder), want)
+    assert values.keys() == expected.keys()
+    for path, value in values.items():
+        assert np.asarray(value).tobytes() == np.asarray(expected[path]).tobytes(), path
+    assert_same_tokens(file, reference, 1e-4)
+    if name == "bamba":
+        quarter = gguf_config(with_metadata(file, {"rope.dimension_count": 16}))
+        assert (config.rope.partial, quarter.rope.partial) == (0.5, 0.25)
+        with pytest.raises(UnsupportedModel, match="are not rotated"):
+            gguf_config(with_metadata(file, {"rope.scaling.finetuned": False}))
 
 
 def is_small(path: str) -> bool:
@@ -295,6 +334,19 @@ REFUSED: list[tuple[str, Metadata, str]] = [
     ("nemotron_h_moe", {"expert_gating_func": 1}, "expert_gating_func is 1; allowed: 0 or 2"),
     ("nemotron_h_moe", {"expert_used_count": np.array([2] * 4)}, "expert_used_count is .*a number"),
     ("nemotron_h_moe", {"attention.value_length": 32}, "keys and values of different sizes"),
+    ("granitehybrid", {"ssm.inner_size": 300}, r"inner_size is 300; allowed: a multiple of .*256"),
+    ("granitehybrid", {"ssm.group_count": 3}, "mamba_n_groups is 3"),
+    ("granitehybrid", {"attention.head_count_kv": np.array([0, 2, 3])}, "head_count_kv.*all equal"),
+    ("granitehybrid", {"rope.dimension_count": 32}, "only part of each head"),
+    ("granitehybrid", {"expert_shared_feed_forward_length": None}, "shared_intermediate_size is 0"),
+    ("granitehybrid", {"expert_gating_func": 2}, "expert_gating_func is 2"),
+    ("falcon-h1", {"ssm.inner_size": 500}, "mamba_n_heads is 8; allowed: a divisor .*500"),
+    ("mamba2", {"ssm.inner_size": 300}, "inner_size is 300; allowed: a multiple of .*8"),
+    ("mamba2", {"embedding_length": 300}, "inner_size is 512; allowed: a multiple of .*300"),
+    ("mamba2", {"attention.head_count": 4}, "num_attention_heads is 4"),
+    ("mamba2", {"ssm.dt_b_c_rms": True}, "does not know mamba2.ssm.dt_b_c_rms"),
+    ("falcon-h1", {"rope.dimension_count": 32}, "only part of each head"),
+    ("falcon-h1", {"attention.scale": 0.1}, "does not know falcon-h1.attention.scale"),
 ]
 
 
@@ -308,16 +360,24 @@ def test_metadata_that_no_model_has_is_refused(files, name, metadata, named):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("granitehybrid", "GGUF files are not read yet; .* folder of GraniteMoeHybridForCausalLM"),
-        ("falcon-h1", "GGUF files are not read yet; .* folder of FalconH1ForCausalLM is served"),
-        ("mamba2", r"no attention.*nearest.*NemotronHForCausalLM \(in GGUF files: nemotron_h"),
+        ("mamba", r"not implemented.*nearest.*Mamba2ForCausalLM \(in GGUF files: mamba2"),
+        ("jamba", r"not implemented.*nearest.*BambaForCausalLM"),
     ],
 )
-def test_further_architectures_with_states_are_refused_by_name(files, name, reason):
+def test_other_architectures_with_states_are_refused_by_name(files, name, reason):
     file = files["nemotron_h"]
     file = replace(file, metadata={**file.metadata, "general.architecture": name})
     with pytest.raises(UnsupportedModel, match=rf"general\.architecture is '{name}': .*{reason}"):
         gguf_config(file)
+
+
+@pytest.mark.parametrize("name", ["granitehybrid", "nemotron_h"])
+def test_a_file_whose_layers_all_attend_lacks_tensors(files, name):
+    none = {"feed_forward_length": 0} if name == "nemotron_h" else {}
+    file = with_metadata(files[name], {"attention.head_count_kv": 2, **none})
+    assert gguf_config(file).recurrent is None
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn"):
+        load_weights(file, gguf_config(file), jnp.float32)
 
 
 def test_neutral_values_change_nothing(files):
@@ -341,6 +401,10 @@ def test_neutral_values_change_nothing(files):
         ("qwen35", "blk.0.ssm_out.weight", r"layers\.0\.linear_attn\.out_proj\.weight"),
         ("qwen35", "blk.2.ssm_a", r"layers\.2\.linear_attn\.A_log"),
         ("nemotron_h", "blk.3.ssm_norm.weight", r"layers\.3\.mixer\.norm\.weight"),
+        ("granitehybrid", "blk.2.ssm_d", r"layers\.2\.mamba\.D"),
+        ("granitehybrid", "blk.1.ffn_up_shexp.weight", r"layers\.1\.mlp\.shared_expert\.up_proj"),
+        ("mamba2", "blk.1.ssm_norm.weight", r"layers\.1\.mixer\.norm\.weight"),
+        ("falcon-h1", "blk.1.ffn_norm", r"layers\.1\.post_attention_layernorm\.weight"),
     ],
 )
 def test_a_tensor_of_another_shape_is_refused_by_name(files, name, tensor, named):

@@ -28,10 +28,7 @@ MAX_HIDDEN = 1 << 17
 MAX_HEADS = 1 << 12
 MAX_HEAD_DIM = 1 << 12
 MAX_VOCAB = 1 << 22
-NO_PAGES = (
-    "no layer has attention; allowed: at least one, because a model without cache pages is not "
-    "served"
-)
+NO_MIXER = "no layer has attention or a state; allowed: at least one"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # Fields of `PretrainedConfig` in Transformers 4 that any config.json may have and that inference
@@ -156,7 +153,6 @@ class ModelConfig:
             UnsupportedModel: lists every malformed, out-of-bounds, unknown or unsupported field.
         """
         fields = _fields(raw, rules, prefix)
-        fields.take("architectures")
         fields.choice("model_type", rules.model_types, default=rules.model_type)
         latent = rules.latent(fields)
         sizes = _sizes(fields, rules, latent)
@@ -194,7 +190,7 @@ class ModelConfig:
             **sizes,
         )
         _finish(fields, rules)
-        fields.problems += [] if config.num_page_layers else [NO_PAGES]
+        fields.problems += [] if config.num_page_layers + config.num_state_layers else [NO_MIXER]
         if fields.problems:
             problems = dict.fromkeys(fields.problems)  # a field read twice is refused once
             raise UnsupportedModel(
@@ -290,7 +286,7 @@ class ModelConfig:
 def _finish(fields: Fields, rules: ConfigRules) -> None:
     neutral = {**NEUTRAL, **rules.neutral}
     fields.neutral({key: neutral[key] for key in neutral.keys() - rules.ignored})
-    fields.finish(IGNORED | rules.ignored)
+    fields.finish(IGNORED | rules.ignored | {"architectures"})
 
 
 def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
@@ -300,9 +296,11 @@ def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
     plain = {
         name: value
         for name, value in raw.items()
-        if name not in rules.renamed and (value is not None or name not in common)
+        if name not in rules.renamed
+        and (value is not None or name not in common.keys() | rules.defaults.keys())
     }
-    fields = Fields(common | plain, [], prefix)
+    fields = Fields({**rules.defaults, **common, **plain}, [], prefix)
+    fields.take("architectures")
     for name in sorted(common.keys() & plain.keys()):
         if common[name] != plain[name]:
             fields.refuse(name, f"the same as under its other name ({shown(common[name])})")

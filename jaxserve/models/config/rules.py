@@ -77,6 +77,7 @@ class ConfigRules:
         model_type: the value of the field `model_type`.
         aliases: other accepted values, of models with the same computation.
         renamed: maps the family's names of fields to the common names.
+        defaults: values of fields, under common names, that config.json lacks or has as null.
         neutral: fields that would change the computation, with the value that jaxserve supports, or
             a tuple of such values.
         ignored: fields without effect.
@@ -108,6 +109,7 @@ class ConfigRules:
     model_type: str
     aliases: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     explicit: frozenset[str] = frozenset()

@@ -14,8 +14,16 @@ from jaxserve.models.config.model_config import MAX_HEAD_DIM, ModelConfig
 from jaxserve.models.config.recurrent import Mamba2Sizes, expanded_mamba2, mamba2_of_width
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import KV_HEADS, MAX_MLP, ConfigRules, Scales
-from jaxserve.models.families.nemotron_h import MAMBA, mamba_weights
+from jaxserve.models.families.nemotron_h import (
+    MAMBA,
+    change_of_mamba,
+    mamba_tensors,
+    mamba_weights,
+)
 from jaxserve.models.family import Architecture, Family
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, has_tensor, read_rope
+from jaxserve.models.gguf.rules import SIZES, GgufRules
+from jaxserve.models.gguf.rules import TENSORS as GGUF_TENSORS
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
@@ -107,6 +115,59 @@ def _weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
+def read_mamba(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add fields that tensors decide to the config.json `raw` of a GGUF file with Mamba-2.
+
+    They are the biases of attention and convolution. A tensor of any layer counts.
+    """
+    raw["attention_bias"] = has_tensor(gguf, ".attn_q.bias")
+    raw["mamba_conv_bias"] = has_tensor(gguf, ".ssm_conv1d.bias")
+
+
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of Falcon-H1 to the config.json `raw` of a GGUF file.
+
+    The matrices in the file have been multiplied by the model's factors, which it does not name.
+    llama.cpp's norm of Mamba-2 follows the gate.
+    """
+    read_rope(gguf, raw)
+    read_mamba(gguf, raw)
+    raw["mamba_rms_norm"] = has_tensor(gguf, ".ssm_norm.weight")
+    raw["mamba_norm_before_gate"] = False
+    raw["mlp_bias"] = has_tensor(gguf, ".ffn_up.bias")
+
+
+MAMBA_FIELDS = MappingProxyType(
+    {
+        "ssm.conv_kernel": "mamba_d_conv",
+        "ssm.group_count": "mamba_n_groups",
+        "ssm.state_size": "mamba_d_state",
+        "ssm.time_step_rank": "mamba_n_heads",
+    }
+)
+FALCON_GGUF = GgufRules(
+    "FalconH1ForCausalLM",
+    _finish_gguf,
+    tensors=MappingProxyType(
+        {
+            **GGUF_TENSORS,
+            **mamba_tensors("mamba"),
+            "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm.weight",
+        }
+    ),
+    fields=MappingProxyType({**MAMBA_FIELDS, "ssm.inner_size": "mamba_d_ssm"}),
+    change=change_of_mamba,
+    required=SIZES
+    | MAMBA_FIELDS.keys()
+    | {
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.layer_norm_rms_epsilon",
+        "feed_forward_length",
+        "rope.freq_base",
+        "ssm.inner_size",
+    },
+)
 TENSORS = (
     (r"^model\.final_layernorm\.", "model.norm."),
     (r"\.pre_ff_layernorm\.", ".post_attention_layernorm."),
@@ -114,7 +175,9 @@ TENSORS = (
 )
 RULES = ConfigRules(
     "bamba",
-    ignored=frozenset({"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"}),
+    ignored=frozenset(
+        {"attn_rotary_emb", "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"}
+    ),
     explicit=KV_HEADS,
     layers=_layers,
     rope=RopeRules(partial=0.5),
@@ -145,5 +208,6 @@ BAMBA = Family(
             _weights,
             tensors=TENSORS,
         ),
-    }
+    },
+    gguf={"falcon-h1": FALCON_GGUF},
 )

@@ -13,11 +13,28 @@ from jaxserve.models.config.layers import ATTENTION, FULL, LINEAR, LayerTable, l
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.recurrent import Mamba2Sizes, expanded_mamba2
 from jaxserve.models.config.rules import MAX_MLP, ROUTING, ConfigRules, Scales, no_mlp
+from jaxserve.models.families.bamba import MAMBA_FIELDS, read_mamba
 from jaxserve.models.families.llama import llama_weights
-from jaxserve.models.families.nemotron_h import MAMBA, OLD_NAMES, mamba_weights
+from jaxserve.models.families.nemotron_h import (
+    MAMBA,
+    OLD_NAMES,
+    change_of_mamba,
+    mamba_tensors,
+    mamba_weights,
+)
 from jaxserve.models.family import Architecture, Family
-from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_biases, read_rope
-from jaxserve.models.gguf.rules import GgufRules
+from jaxserve.models.gguf.metadata import (
+    GgufMetadata,
+    Raw,
+    has_tensor,
+    layers_with,
+    quotient,
+    read_biases,
+    read_rope,
+    read_rope_scaling,
+)
+from jaxserve.models.gguf.rules import EXPERTS, ROUTER, SIZES, GgufRules
+from jaxserve.models.gguf.rules import TENSORS as GGUF_TENSORS
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     GATE,
@@ -26,6 +43,8 @@ from jaxserve.models.weight_names import (
     attention_projections,
     embedding_weights,
     every_layer,
+    expert_weights,
+    mlp_projections,
     model_weights,
 )
 from jaxserve.models.weight_table import WeightName
@@ -113,14 +132,64 @@ def _hybrid_weights(config: ModelConfig) -> list[WeightName]:
     ]
     if config.experts is not None:
         layer += STACKED
-    mamba = [] if config.recurrent is None else mamba_weights(config, "mamba")
     return [
         *embedding_weights(config),
         *every_layer(layer, config),
         *every_layer(attention_projections(config), config, mixer=ATTENTION),
-        *every_layer(mamba, config, mixer=MAMBA),
+        *every_layer(mamba_weights(config, "mamba"), config, mixer=MAMBA),
         FINAL_NORM,
     ]
+
+
+def _gguf_weights(config: ModelConfig) -> list[WeightName]:
+    """Return the tensors of a GGUF file, in which gate and up projections are not fused."""
+    shared = "mlp.shared_expert"
+    layer = [
+        WeightName(f"{shared}.gate_proj.weight", "S D -> D S", "mlp.shared.gate_up", GATE),
+        WeightName(f"{shared}.up_proj.weight", "S D -> D S", "mlp.shared.gate_up", UP),
+        WeightName(f"{shared}.down_proj.weight", "D S -> S D", "mlp.shared.down"),
+        *expert_weights(config),
+    ]
+    return [
+        *embedding_weights(config),
+        *every_layer(PRE_NORMS, config),
+        *every_layer(mlp_projections(config) if config.experts is None else layer, config),
+        *every_layer(attention_projections(config), config, mixer=ATTENTION),
+        *every_layer(mamba_weights(config, "mamba"), config, mixer=MAMBA),
+        FINAL_NORM,
+    ]
+
+
+def _finish_hybrid_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of Granite 4 or of Bamba to the config.json `raw` of a GGUF file.
+
+    Only Granite has a factor of the scores. Layers without key heads have Mamba-2.
+
+    Raises:
+        UnsupportedModel: queries and keys of Bamba are not rotated (see also `read_rope`).
+        CheckpointError: a size is malformed.
+    """
+    read_mamba(gguf, raw)
+    raw["mamba_expand"] = quotient(gguf, "ssm.inner_size", "embedding_length")
+    heads = layers_with(gguf, "attention.head_count_kv", raw.get("num_hidden_layers"))
+    rotates = gguf.get("rope.scaling.finetuned", True)
+    if gguf.get("attention.scale"):
+        read_rope(gguf, raw)
+        raw["layer_types"] = [FULL if count else LINEAR for count in heads]
+        raw["position_embedding_type"] = "rope" if rotates else "nope"
+        if not raw.get("num_local_experts"):  # the only MLP is the shared one
+            raw["num_local_experts"] = 0
+            raw["shared_intermediate_size"] = raw.get("intermediate_size")
+        raw.setdefault("shared_intermediate_size", 0)
+        return
+    if not rotates:
+        raise UnsupportedModel(f"{gguf.path}: queries and keys are not rotated")
+    raw["architectures"] = ["BambaForCausalLM"]
+    raw["mlp_bias"] = has_tensor(gguf, ".ffn_up.bias")
+    raw["attn_layer_indices"] = [index for index, count in enumerate(heads) if count]
+    size = raw.get("hidden_size", 0) // (raw.get("num_attention_heads") or 1) or 1
+    raw["partial_rotary_factor"] = gguf.get("rope.dimension_count", size) / size
+    read_rope_scaling(gguf, raw)
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
@@ -133,6 +202,52 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
             raise CheckpointError(f"{gguf.path}: {gguf.key(name)} is missing")
 
 
+SCALES = MappingProxyType(
+    {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    }
+)
+SHARED = "model.layers.{}.mlp.shared_expert"
+HYBRID_GGUF = GgufRules(
+    "GraniteMoeHybridForCausalLM",
+    _finish_hybrid_gguf,
+    tensors=MappingProxyType(
+        {
+            **GGUF_TENSORS,
+            **ROUTER,
+            **mamba_tensors("mamba"),
+            "blk.{}.ffn_gate_shexp": f"{SHARED}.gate_proj",
+            "blk.{}.ffn_up_shexp": f"{SHARED}.up_proj",
+            "blk.{}.ffn_down_shexp": f"{SHARED}.down_proj",
+        }
+    ),
+    fields=MappingProxyType(
+        {
+            **SCALES,
+            **MAMBA_FIELDS,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        }
+    ),
+    read=frozenset({"ssm.inner_size"}),
+    experts=EXPERTS,
+    paired=True,
+    change=change_of_mamba,
+    required=SIZES
+    | MAMBA_FIELDS.keys()
+    | {
+        "attention.head_count_kv",
+        "attention.layer_norm_rms_epsilon",
+        "feed_forward_length",
+        "ssm.inner_size",
+    },
+    absent=frozenset({"attention.head_count_kv"}),
+    weights=_gguf_weights,
+)
 GRANITE = Family(
     architectures={
         "GraniteForCausalLM": Architecture(
@@ -160,15 +275,9 @@ GRANITE = Family(
         "granite": GgufRules(
             "GraniteForCausalLM",
             _finish_gguf,
-            fields=MappingProxyType(
-                {
-                    "attention.scale": "attention_multiplier",
-                    "embedding_scale": "embedding_multiplier",
-                    "residual_scale": "residual_multiplier",
-                    "logit_scale": "logits_scaling",
-                }
-            ),
+            fields=SCALES,
             paired=True,
-        )
+        ),
+        "granitehybrid": HYBRID_GGUF,
     },
 )

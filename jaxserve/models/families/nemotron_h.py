@@ -4,7 +4,8 @@ Each layer is one of them. Attention does not rotate. Reference implementation:
 `NemotronHForCausalLM` in Hugging Face Transformers.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +21,7 @@ from jaxserve.models.gguf.metadata import (
     FURTHER,
     GgufMetadata,
     Raw,
+    has_tensor,
     layers_with,
     quotient,
     skip_further,
@@ -114,7 +116,8 @@ EXPERT_FIELDS = (
 ).split()
 
 
-def _mamba(fields: Fields) -> Mamba2Sizes:
+def mamba_sizes(fields: Fields) -> Mamba2Sizes:
+    """Read the sizes of Mamba-2 from a config.json with a field for the size of a head."""
     heads = fields.integer("mamba_num_heads", 1, MAX_HEADS, default=128)
     groups = fields.integer("n_groups", 1, MAX_HEADS, default=8)
     if heads % groups:
@@ -134,9 +137,13 @@ def _mamba(fields: Fields) -> Mamba2Sizes:
 
 
 def mamba_weights(config: ModelConfig, name: str) -> list[WeightName]:
-    """Return the tensors of one Mamba-2 mixer, whose names begin with `name`."""
+    """Return the tensors of one Mamba-2 mixer, whose names begin with `name`.
+
+    The list is empty if no layer has Mamba-2.
+    """
     sizes = config.recurrent
-    assert isinstance(sizes, Mamba2Sizes)
+    if not isinstance(sizes, Mamba2Sizes):
+        return []
     parts = ("gate", "mixed", "steps")
     sides = ("Vals", "Xbc", "Heads")
     tensors = [
@@ -203,7 +210,8 @@ def _moe(config: ModelConfig) -> list[WeightName]:
     return layer
 
 
-def _weights(config: ModelConfig) -> list[WeightName]:
+def nemotron_weights(config: ModelConfig) -> list[WeightName]:
+    """Return the tensors of a checkpoint whose layers have one part each, with a norm before it."""
     mlp = [
         WeightName("mixer.up_proj.weight", "F D -> D F", "mlp.up"),
         WeightName("mixer.down_proj.weight", "D F -> F D", "mlp.down"),
@@ -255,8 +263,8 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
         for count, width in zip(heads, widths, strict=False)
     ]
     raw["mamba_head_dim"] = quotient(gguf, "ssm.inner_size", "ssm.time_step_rank")
-    raw["use_conv_bias"] = any(name.endswith(".ssm_conv1d.bias") for name in gguf.tensors)
-    raw["mlp_bias"] = any(name.endswith(".ffn_up.bias") for name in gguf.tensors)
+    raw["use_conv_bias"] = has_tensor(gguf, ".ssm_conv1d.bias")
+    raw["mlp_bias"] = has_tensor(gguf, ".ffn_up.bias")
     raw["intermediate_size"] = raw.get("intermediate_size") or 1
     # llama.cpp prefers this key.
     eps = raw.pop("rms_norm_eps", None)
@@ -266,8 +274,9 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
 def change_of_mamba(config: ModelConfig, name: str) -> Change | None:
     """Return how a GGUF file's tensor of Mamba-2 differs from the checkpoint's tensor `name`."""
     sizes = config.recurrent
-    assert isinstance(sizes, Mamba2Sizes)
-    ending = name.rpartition(".mixer.")[2]
+    if not isinstance(sizes, Mamba2Sizes):
+        return None
+    ending = re.split(r"\.(?:mixer|mamba)\.", name)[-1]
     if ending in ("A_log", "D"):
         return Change((sizes.heads,), log_of_negated if ending == "A_log" else None)
     if ending == "conv1d.weight":
@@ -275,18 +284,24 @@ def change_of_mamba(config: ModelConfig, name: str) -> Change | None:
     return Change((sizes.parts[0],)) if ending == "norm.weight" else None
 
 
-_MIXER = "model.layers.{}.mixer"
-MAMBA_TENSORS = MappingProxyType(
-    {
-        "blk.{}.ssm_in": f"{_MIXER}.in_proj",
-        "blk.{}.ssm_conv1d": f"{_MIXER}.conv1d",
-        "blk.{}.ssm_dt.bias": f"{_MIXER}.dt_bias",
-        "blk.{}.ssm_a": f"{_MIXER}.A_log",
-        "blk.{}.ssm_d": f"{_MIXER}.D",
-        "blk.{}.ssm_norm": f"{_MIXER}.norm",
-        "blk.{}.ssm_out": f"{_MIXER}.out_proj",
+def mamba_tensors(name: str) -> Mapping[str, str]:
+    """Return the tensors of Mamba-2 in GGUF files, by llama.cpp's names.
+
+    `name` is the checkpoint's name of the mixer within a layer.
+    """
+    base = f"model.layers.{{}}.{name}"
+    return {
+        "blk.{}.ssm_in": f"{base}.in_proj",
+        "blk.{}.ssm_conv1d": f"{base}.conv1d",
+        "blk.{}.ssm_dt.bias": f"{base}.dt_bias",
+        "blk.{}.ssm_a": f"{base}.A_log",
+        "blk.{}.ssm_d": f"{base}.D",
+        "blk.{}.ssm_norm": f"{base}.norm",
+        "blk.{}.ssm_out": f"{base}.out_proj",
     }
-)
+
+
+_MIXER = "model.layers.{}.mixer"
 MAMBA_FIELDS = MappingProxyType(
     {
         "ssm.conv_kernel": "conv_kernel",
@@ -301,7 +316,7 @@ GGUF = GgufRules(
     tensors=MappingProxyType(
         {
             **GGUF_TENSORS,
-            **MAMBA_TENSORS,
+            **mamba_tensors("mixer"),
             "blk.{}.attn_norm": "model.layers.{}.norm",
             "blk.{}.ffn_up": f"{_MIXER}.up_proj",
             "blk.{}.ffn_down": f"{_MIXER}.down_proj",
@@ -405,12 +420,12 @@ NEMOTRON_H = Family(
                 depth=_depth,
                 layers=_layers,
                 experts=_experts,
-                recurrent=_mamba,
+                recurrent=mamba_sizes,
                 mlp_bias=None,
                 qkv_bias=False,
                 output_bias=False,
             ),
-            _weights,
+            nemotron_weights,
             FamilyTraits(norm_rounds_last=True, activation="relu2", router="sigmoid"),
             tensors=TENSORS,
         )

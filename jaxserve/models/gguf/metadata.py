@@ -70,6 +70,11 @@ def layers_with(gguf: GgufMetadata, name: str, layers: Any) -> list[bool]:
     return [bool(value)] * count if np.ndim(value) == 0 else [bool(size) for size in value[:count]]
 
 
+def has_tensor(gguf: GgufMetadata, ending: str) -> bool:
+    """Return whether the name of a tensor in the GGUF file has this ending."""
+    return any(name.endswith(ending) for name in gguf.tensors)
+
+
 def quotient(gguf: GgufMetadata, name: str, divisor: str) -> int:
     """Return the quotient of two metadata values, which are positive integers.
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw
+from jaxserve.models.weight_table import WeightName
 
 Names = Mapping[str, str]
 Shape = tuple[int, ...]
@@ -195,6 +196,7 @@ class GgufRules:
         lists: metadata keys with a value for each layer, which `finish` reads.
         factors: tensors that belong to the configuration, which are present all together or not at
             all.
+        weights: lists the tensors with their parameters, or None for the tensors of a checkpoint.
     """
 
     name: str
@@ -214,3 +216,4 @@ class GgufRules:
     absent: frozenset[str] = frozenset()
     lists: frozenset[str] = frozenset()
     factors: frozenset[str] = FACTORS
+    weights: Callable[[ModelConfig], list[WeightName]] | None = None

@@ -38,6 +38,8 @@ HOST_RESERVE = 600 << 20
 LEAST_TOKENS = 2048
 """Tokens below which a CPU's cache is not made smaller, if a sequence may have as many."""
 CPU_KV_BYTES = 1 << 30  # by default
+UNBACKED_PAGES = 1 << 18
+"""Most pages by default if they take no memory on the device. Each takes bytes of the host."""
 # Eighths of the cache, of half of it, of a quarter, and so on. Programs are compiled for a number
 # of pages. Free memory differs between starts. With few possible sizes, the programs of an earlier
 # start are likely to fit.
@@ -163,13 +165,14 @@ def count_pages(
     num_gpu_blocks_override decides, else kv_cache_memory_bytes, else the available memory. On CPU
     without max_model_len the KV cache is never larger than its default budget, since a config.json
     declares more positions than most requests use. With max_model_len one sequence of that length
-    fits. All numbers are limited to the pages that kernels can address.
+    fits. All numbers are limited to the pages that kernels can address. Pages of a model without
+    attention take no memory. Their number is what all slots can use, at most `UNBACKED_PAGES`.
 
     Args:
         config: resolved settings.
         model: configuration of the model.
         asked_length: max_model_len as the user set it, or None.
-        page: bytes of a page in all layers.
+        page: bytes of a page in all layers, or 0 for a model without attention.
         dtype: dtype of the pages.
         room: bytes that remain beside weights, temporaries and sampler state.
         is_gpu: whether the cache is on a GPU.
@@ -177,6 +180,9 @@ def count_pages(
     if config.num_gpu_blocks_override is not None:
         pages = config.num_gpu_blocks_override
         counts = PageCounts(pages, pages, pages)
+    elif not page:
+        pages = cpu_page_budget(config, page)
+        counts = PageCounts(pages, pages, 2)
     elif config.kv_cache_memory_bytes is not None:
         pages = cpu_page_budget(config, page)
         counts = PageCounts(pages, pages, max(2, pages))
@@ -220,16 +226,33 @@ def cpu_page_budget(config: EngineConfig, page_bytes: int) -> int:
 
     Args:
         config: resolved settings.
-        page_bytes: bytes of a page in all layers.
+        page_bytes: bytes of a page in all layers. Pages of 0 bytes are limited by their number.
     """
     assert config.max_num_seqs and config.max_model_len
-    if config.kv_cache_memory_bytes is not None:
+    if page_bytes and config.kv_cache_memory_bytes is not None:
         return int(config.kv_cache_memory_bytes * config.memory_share) // page_bytes
     pages_a_sequence = -(-config.max_model_len // config.block_size)
     times = 2 if config.enable_prefix_caching else 1
     useful = times * config.max_num_seqs * (pages_a_sequence + 1) + 1
-    affordable = int(CPU_KV_BYTES * config.memory_share) // page_bytes
+    affordable = UNBACKED_PAGES
+    if page_bytes:
+        affordable = int(CPU_KV_BYTES * config.memory_share) // page_bytes
     return max(min(affordable, useful), pages_a_sequence + 1)
+
+
+def cache_budget(config: EngineConfig, room: int, is_gpu: bool) -> int:
+    """Return the bytes of the states of prefixes in a model whose pages take no memory.
+
+    It is kv_cache_memory_bytes if set. The default is `room`, on a CPU at most 1 GiB.
+
+    Args:
+        config: resolved settings.
+        room: bytes that remain beside weights, temporaries and the states of slots.
+        is_gpu: whether the states are on a GPU.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        return int(config.kv_cache_memory_bytes * config.memory_share)
+    return room if is_gpu else min(room, int(CPU_KV_BYTES * config.memory_share))
 
 
 def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_pages: int) -> int:

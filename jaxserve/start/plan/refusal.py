@@ -110,6 +110,8 @@ def _fitting_cache(config: EngineConfig, plan: StartPlan) -> str | None:
     The setting is num_gpu_blocks_override, kv_cache_memory_bytes or max_model_len. The result is
     None if none of them is set, or if fewer than `LEAST_TOKENS` tokens fit.
     """
+    if not plan.page_bytes:
+        return None
     room = plan.room
     if plan.states is not None and plan.num_snapshots and config.state_cache_bytes is None:
         # The states of prefixes take a tenth of the pages, and at least one.

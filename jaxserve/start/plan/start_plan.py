@@ -25,7 +25,7 @@ from jaxserve.models import ModelConfig
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.device import DeviceMemory
 from jaxserve.start.plan.bucket_plan import buckets_of, needs_logits
-from jaxserve.start.plan.memory import SLACK, Sizes, count_pages
+from jaxserve.start.plan.memory import SLACK, Sizes, cache_budget, count_pages
 from jaxserve.start.plan.model_shapes import ModelShapes
 from jaxserve.start.plan.weights import read_bytes
 
@@ -242,8 +242,11 @@ class StartPlan:
 
     @property
     def state_tokens(self) -> int:
-        """Tokens whose cache pages take as many bytes as the states of one sequence, rounded."""
-        return round(self.state_bytes * self.block_size / self.page_bytes)
+        """Tokens whose cache pages take as many bytes as the states of one sequence, rounded.
+
+        0 for a model without attention, whose pages take no memory.
+        """
+        return self.page_bytes and round(self.state_bytes * self.block_size / self.page_bytes)
 
     @property
     def num_snapshots(self) -> int | None:
@@ -254,8 +257,8 @@ class StartPlan:
     def affordable_snapshots(self) -> int:
         """Number of states of prefixes that `state_cache_bytes` holds.
 
-        The default is a tenth of the memory of cache pages, and at least one snapshot. Without the
-        prefix cache it is 0.
+        The default is a tenth of the memory of cache pages, and at least one snapshot. If pages
+        take no memory, the default is the memory of the cache. Without the prefix cache it is 0.
         """
         assert self.states is not None
         if not self.config.enable_prefix_caching:
@@ -263,6 +266,9 @@ class StartPlan:
         if self.config.state_cache_bytes is not None:
             size = int(self.config.state_cache_bytes * self.config.memory_share)
             return size // self.state_bytes
+        if not self.page_bytes:
+            size = cache_budget(self.config, self.room, self.platform == "gpu")
+            return max(1, min(size // self.state_bytes, self.num_pages - 1))
         return max(1, self.pages.num_bytes // 10 // self.state_bytes)
 
     def with_snapshots(self, count: int) -> StartPlan:
@@ -309,7 +315,11 @@ class StartPlan:
     @property
     def needed(self) -> int:
         """Bytes that a start with the smallest possible KV cache needs."""
-        return int((self._taken + self.least_pages * self.page_bytes) / (1 - SLACK))
+        least, sizes = self.least_pages * self.page_bytes, self.config
+        has_size = (sizes.state_cache_bytes, sizes.kv_cache_memory_bytes) != (None, None)
+        if self.num_snapshots and not self.page_bytes and not has_size:
+            least = (1 - self.num_snapshots) * self.state_bytes  # they take the memory that is left
+        return int((self._taken + least) / (1 - SLACK))
 
     @property
     def starts(self) -> bool:
