@@ -241,9 +241,8 @@ def _unlisted(raw: Mapping[str, Any], where: str) -> str:
 
 def _served_names() -> dict[str, str]:
     # Names of served architectures by the stems of their names and model types.
-    names = {stem(name): name for name in WRAPPERS}
-    names |= {stem(kind): name for kind, name in MODEL_TYPES.items()}
-    return names | {stem(alias): name for alias, name in NAMES.items()}
+    names = {**MODEL_TYPES, **NAMES, **dict.fromkeys(WRAPPERS)}
+    return {stem(alias): name or alias for alias, name in names.items()}
 
 
 def _text_config(raw: Mapping[str, Any], wrapper: str, where: str) -> ModelConfig:
@@ -257,8 +256,10 @@ def _text_config(raw: Mapping[str, Any], wrapper: str, where: str) -> ModelConfi
     kind = fields["model_type"]
     name = MODEL_TYPES.get(kind, "") if isinstance(kind, str) else ""
     if not name:
-        advice = f"allowed: a name such as {listed.text if listed else 'llama'!r}"
-        if isinstance(kind, str) and kind:
+        advice = (
+            f"allowed: the model_type of a text, such as {listed.text if listed else 'llama'!r}"
+        )
+        if isinstance(kind, str) and kind and wrapper_of(fields, None) is None:
             refusal = refusal_of(kind)
             advice = described(refusal) if refusal else unknown(kind, MODEL_TYPES)
         raise UnsupportedModel(

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from jaxserve.models.config.wrappers import WRAPPERS
+from jaxserve.models.config.wrappers import WRAPPERS, Wrapper
 from jaxserve.models.registry import MODEL_TYPES
 from tests.models.cases import EXPERTS, SIZES
 
@@ -89,9 +89,12 @@ ABSENT = {
 CASES = [name for name in WRAPPERS if name not in ABSENT]
 
 
-def tiny_wrapper(name: str, **outer: Any) -> Any:
-    """Return a random wrapper, with `outer` as fields of its own configuration."""
-    row = WRAPPERS[name]
+def tiny_wrapper(name: str, row: Wrapper | None = None, **outer: Any) -> Any:
+    """Return a random wrapper, with `outer` as fields of its own configuration.
+
+    `row` describes a wrapper that is not listed.
+    """
+    row = row or WRAPPERS[name]
     text = _text_config(row.text, SECTIONS.get(row.text, {}))
     config: Any = CONFIG_MAPPING[row.model_type](
         text_config=text, **WIDTHS.get(row.model_type, {}), **outer

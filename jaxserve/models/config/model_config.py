@@ -182,9 +182,6 @@ class ModelConfig:
             eos_token_ids=_token_ids(fields, "eos_token_id"),
             bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
             quantization=_quantization(fields, rules),
-            wrapper=None,
-            parts=None,
-            split=ONE_DEVICE,
             out_norm_eps=_out_norm_eps(fields, rules),
             value_dim=_value_dim(fields, rules, sizes["head_dim"]),
             **sizes,
@@ -286,7 +283,7 @@ class ModelConfig:
 def _finish(fields: Fields, rules: ConfigRules) -> None:
     neutral = {**NEUTRAL, **rules.neutral}
     fields.neutral({key: neutral[key] for key in neutral.keys() - rules.ignored})
-    fields.finish(IGNORED | rules.ignored | {"architectures"})
+    fields.finish(IGNORED | rules.ignored)
 
 
 def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
@@ -307,7 +304,7 @@ def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
     return fields
 
 
-def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[str, int]:
+def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[str, Any]:
     hidden = fields.integer("hidden_size", 1, MAX_HIDDEN)
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     for key in sorted(rules.explicit):
