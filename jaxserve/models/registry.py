@@ -292,7 +292,7 @@ def gguf_refusal(name: Any) -> str:
         return unknown(name, GGUF_RULES)
     if refusal.reason == "gguf":
         return f"{REASONS['gguf']}; a Hugging Face folder of {refusal.nearest} is served"
-    files = [own for own, rules in GGUF_RULES.items() if rules.name == refusal.nearest]
+    files = [file for file, rules in GGUF_RULES.items() if rules.name == refusal.nearest]
     return described(refusal) + (f" (in GGUF files: {', '.join(files)})" if files else "")
 
 

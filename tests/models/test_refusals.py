@@ -103,7 +103,7 @@ def test_every_other_class_of_transformers_gives_no_next_token():
 
 def test_the_table_names_nothing_that_is_served():
     served = {stem(name) for name in (*SERVED, *MODEL_TYPES, *GGUF_RULES)}
-    served -= {"chatglm"}  # its GGUF files are those of GLM-4, and its folders have code
+    served -= {"chatglm"}  # GGUF files of GLM-4 have this name, and its folders have code
     for name, refusal in refusals().items():
         assert refusal.reason in REASONS and refusal.nearest in SERVED, name
         assert name not in served, f"{name}: served; remove its row"

@@ -35,7 +35,7 @@ _FREE = frozenset({
 
 
 def part_words(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the words in the names of a wrapper's parts beside the text, or () if it has none.
+    """Return the words in the names of a wrapper's parts beside the text, () without such parts.
 
     Args:
         raw: the fields of the wrapper. A nested configuration shows that it has an encoder.
