@@ -4,10 +4,8 @@
 their own. Classes without a next token are recognised by the endings of their names.
 """
 
-import difflib
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +80,8 @@ def stem(name: str) -> str:
 
 def refusals() -> dict[str, Refusal]:
     """Return the contents of `refusals.toml` by stem."""
+    import tomllib  # takes milliseconds, and most processes do not need it
+
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     return {
         stem(name): Refusal(reason, nearest)
