@@ -123,11 +123,10 @@ def unknown(name: str, served: Iterable[str], has_code: bool = False) -> str:
         served: names that are served.
         has_code: whether the checkpoint has code of its own.
     """
-    text = (
-        REASONS["own"]
-        if has_code
-        else "jaxserve and Transformers have no language model of this name"
-    )
+    import difflib  # takes milliseconds, and most processes do not need it
+
+    text = "jaxserve and Transformers have no language model of this name"
+    text = REASONS["own"] if has_code else text
     stems = {stem(other): other for other in served}
     near = difflib.get_close_matches(stem(name), stems, 1, 0.75)
     return f"{text}; the most similar name that is served is {stems[near[0]]}" if near else text

@@ -256,9 +256,8 @@ def _text_config(raw: Mapping[str, Any], wrapper: str, where: str) -> ModelConfi
     kind = fields["model_type"]
     name = MODEL_TYPES.get(kind, "") if isinstance(kind, str) else ""
     if not name:
-        advice = (
-            f"allowed: the model_type of a text, such as {listed.text if listed else 'llama'!r}"
-        )
+        example = "llama" if listed is None else listed.text
+        advice = f"allowed: the model_type of a text, such as {example!r}"
         if isinstance(kind, str) and kind and wrapper_of(fields, None) is None:
             refusal = refusal_of(kind)
             advice = described(refusal) if refusal else unknown(kind, MODEL_TYPES)
@@ -293,6 +292,9 @@ def gguf_refusal(name: Any) -> str:
     if refusal.reason == "gguf":
         return f"{REASONS['gguf']}; a Hugging Face folder of {refusal.nearest} is served"
     files = [file for file, rules in GGUF_RULES.items() if rules.name == refusal.nearest]
+    if not files:  # one architecture of GGUF files may cover several
+        families = [each.gguf for each in FAMILIES if refusal.nearest in each.architectures]
+        files = [file for names in families for file in names]
     return described(refusal) + (f" (in GGUF files: {', '.join(files)})" if files else "")
 
 
