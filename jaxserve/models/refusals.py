@@ -127,6 +127,6 @@ def unknown(name: str, served: Iterable[str], has_code: bool = False) -> str:
 
     text = "jaxserve and Transformers have no language model of this name"
     text = REASONS["own"] if has_code else text
-    stems = {stem(other): other for other in served}
+    stems = {stem(other): other for other in reversed(tuple(served))}
     near = difflib.get_close_matches(stem(name), stems, 1, 0.75)
     return f"{text}; the most similar name that is served is {stems[near[0]]}" if near else text

@@ -144,6 +144,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["Qwen3VLModel"]}, "base class.*Qwen3VLForConditionalGeneration"),
     ({"architectures": ["DeepseekV3ForCausalLm"]}, "no language model.*is DeepseekV3ForCausalLM$"),
     ({"architectures": ["LLamma3ForCausalLM"]}, "no language model of this name; the most sim"),
+    ({"architectures": ["LlamaForCausalLm"]}, "that is served is LlamaForCausalLM$"),
     ({"architectures": ["QxzForCausalLM"]}, r"\['QxzForCausalLM'\]: .* no language model of this"),
     ({"architectures": ["QxzForCausalLM"], "auto_map": {}}, "code in the checkpoint"),
     ({"architectures": ["Qxz"], "model_type": "llama"}, "unknown, and .*'llama' .*--hf-overr"),
