@@ -200,6 +200,7 @@ def memory_kinds(
     # A head that is replicated, or whose positions are sharded, counts once per device.
     devices, layout = config.split.devices, config.page_layout
     page: tuple[jax.ShapeDtypeStruct, ...] = ()
+    depth = layout.depth if layout.kinds else 0
     if layout.kinds:  # else pages have no bytes, and the scheduler counts tokens by them
         kind, size = layout.kinds[0], page_size // layout.splits(0)
         cells = max(1, kind.heads // devices) * devices, size // config.split.context
@@ -208,7 +209,7 @@ def memory_kinds(
             page += (jax.ShapeDtypeStruct(cells, SCALE),) * len(page)
     row = jax.tree.map(_unit, jax.eval_shape(lambda: make_sampler_state(0, config.vocab_size)))
     kinds = (
-        MemoryKind.of(PAGES, "page", page, num_pages, layers=layout.depth, devices=devices),
+        MemoryKind.of(PAGES, "page", page, num_pages, layers=depth, devices=devices),
         MemoryKind.of(SAMPLER, "slot", row, num_slots + 1),
     )
     if config.recurrent is None:

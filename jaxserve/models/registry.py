@@ -16,7 +16,8 @@ from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.quantization import MODELOPT_FILE, modelopt_fields
 from jaxserve.models.config.stored_quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.strict_json import read_object
-from jaxserve.models.config.wrappers import WRAPPERS, text_fields, wrapper_of
+from jaxserve.models.config.unlisted import TEXT, outer_problems, part_words
+from jaxserve.models.config.wrappers import WRAPPERS, Wrapper, text_fields, wrapper_of
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.families.afmoe import AFMOE
 from jaxserve.models.families.apertus import APERTUS
@@ -52,21 +53,20 @@ from jaxserve.models.families.qwen3_5 import QWEN3_5
 from jaxserve.models.families.smollm3 import SMOLLM3
 from jaxserve.models.family import Architecture
 from jaxserve.models.gguf.rules import GgufRules
+from jaxserve.models.refusals import (
+    REASONS,
+    Refusal,
+    described,
+    head_of,
+    override,
+    refusal_of,
+    stem,
+    unknown,
+)
 from jaxserve.models.weight_table import WeightName
 
 MAX_CONFIG_BYTES = 1 << 20
 CONFIG = "config.json"
-# Suffixes of Transformers' classes that are not language models, with the reason for errors.
-HEADLESS: Mapping[str, str] = MappingProxyType(
-    {
-        "ForSequenceClassification": "it classifies, and gives no next token",
-        "ForTokenClassification": "it classifies, and gives no next token",
-        "ForQuestionAnswering": "it classifies, and gives no next token",
-        "RewardModel": "it gives rewards, and no next token",
-        "Model": "it is a base class, which gives embeddings and no next token",
-    }
-)
-
 FAMILIES = (
     LLAMA,
     MISTRAL,
@@ -163,15 +163,16 @@ def parse_model_config(raw: Mapping[str, Any], where: str = CONFIG) -> ModelConf
 
     The first supported name in `architectures` selects the architecture, or `model_type` if there
     is no `architectures`. For a wrapper (a multimodal model), the text model is read by its own
-    `model_type`.
+    `model_type`, also if the wrapper is unknown.
 
     Args:
         raw: the parsed object.
         where: the source of `raw`, for errors.
 
     Raises:
-        UnsupportedModel: an unknown architecture, or an error that lists every field that is
-            malformed, out of bounds, unknown, or not supported by jaxserve.
+        UnsupportedModel: an architecture that is not served, with the reason and the nearest one
+            that is, or an error that lists every field that is malformed, out of bounds, unknown,
+            or not supported by jaxserve.
     """
     named = _named(raw, where)
     wrapper = wrapper_of(raw, named)
@@ -179,27 +180,20 @@ def parse_model_config(raw: Mapping[str, Any], where: str = CONFIG) -> ModelConf
         name = MODEL_TYPES.get(_model_type(raw), "")
         if named is not None and (not name or ARCHITECTURES[name].computed_by != named):
             name = named
-        if name not in ARCHITECTURES:
-            raise UnsupportedModel(f"{where}: {_unknown(raw)}")
-        return ModelConfig.from_fields(raw, name, ARCHITECTURES[name].config, where)
-    fields, prefix = text_fields(raw, WRAPPERS[wrapper])
-    name = MODEL_TYPES.get(_model_type(fields), "")
-    if not name:
-        kind, allowed = shown(fields["model_type"]), ", ".join(MODEL_TYPES)
-        raise UnsupportedModel(
-            f"{where}: the text of this {wrapper} has {prefix}model_type {kind}; allowed: {allowed}"
-        )
-    config = ModelConfig.from_fields(fields, name, ARCHITECTURES[name].config, where, prefix)
-    return replace(config, wrapper=wrapper)
+        if name in ARCHITECTURES:
+            return ModelConfig.from_fields(raw, name, ARCHITECTURES[name].config, where)
+        wrapper = _unlisted(raw, where)
+    return _text_config(raw, wrapper, where)
 
 
 def _named(raw: Mapping[str, Any], where: str) -> str | None:
     """Return the first supported architecture or wrapper in the field `architectures`.
 
-    An alias gives the architecture's main name. An absent or empty list gives None.
+    An alias gives the architecture's main name. A list without a supported name gives its first
+    name, and an absent or empty list None.
 
     Raises:
-        UnsupportedModel: the field is not a list of names, or has no supported name.
+        UnsupportedModel: the field is not a list of names.
     """
     names = raw.get("architectures")
     names = [] if names is None else names
@@ -212,9 +206,7 @@ def _named(raw: Mapping[str, Any], where: str) -> str | None:
             return NAMES[name]
         if name in WRAPPERS:
             return name
-    if names:
-        raise UnsupportedModel(f"{where}: {_unknown(raw)}")
-    return None
+    return names[0] if names else None
 
 
 def _model_type(raw: Mapping[str, Any]) -> str:
@@ -222,30 +214,92 @@ def _model_type(raw: Mapping[str, Any]) -> str:
     return kind if isinstance(kind, str) else ""
 
 
-def _unknown(raw: Mapping[str, Any]) -> str:
-    """Return the error text for an unsupported architecture, with the names of supported ones.
+def _unlisted(raw: Mapping[str, Any], where: str) -> str:
+    """Return the name of a wrapper with a `text_config` that `WRAPPERS` does not list.
 
-    For a classifier, reward or embedding model of a supported family, it suggests --hf-overrides.
+    Raises:
+        UnsupportedModel: the architecture is not served.
     """
-    names = raw.get("architectures") or []
-    family = MODEL_TYPES.get(_model_type(raw))
-    for name in names:
-        base = _without_head(name)
-        if base and family:
-            return (
-                f"architectures is {shown(names)}: {base}; where its weights are a language "
-                f"""model's, --hf-overrides '{{"architectures": ["{family}"]}}' serves them"""
-            )
+    names, kind = raw.get("architectures") or [], _model_type(raw)
     got = f"architectures is {shown(names)}"
     if not names:
         got = f"architectures is missing, and model_type is {shown(raw.get('model_type'))}"
-    return f"{got}; allowed: {', '.join((*NAMES, *WRAPPERS))}"
+    every = [name for name in (*names, kind) if name]
+    for name in every:
+        if (refusal := refusal_of(name)) is not None:
+            family = MODEL_TYPES.get(kind) or _served_names().get(stem(name))
+            advice = described(refusal)
+            if family is not None and head_of(name) is not None:
+                advice = f"{REASONS[refusal.reason]}; {override(family)}"
+            raise UnsupportedModel(f"{where}: {got}: {advice}")
+    if every and raw.get(TEXT) is not None:
+        return every[0]
+    if not every:
+        advice = "no family is named; allowed: a name such as 'LlamaForCausalLM' in architectures"
+    elif (family := MODEL_TYPES.get(kind)) is not None:
+        advice = f"it is unknown, and model_type {kind!r} is that of {family}; {override(family)}"
+    else:
+        advice = unknown(every[0], (*NAMES, *WRAPPERS), "auto_map" in raw)
+    raise UnsupportedModel(f"{where}: {got}: {advice}")
 
 
-def _without_head(name: str) -> str | None:
-    if name.endswith("LMHeadModel"):
-        return None
-    return next((what for ending, what in HEADLESS.items() if name.endswith(ending)), None)
+def _served_names() -> dict[str, str]:
+    # Names of served architectures by the stems of their names and model types.
+    names = {**MODEL_TYPES, **NAMES, **dict.fromkeys(WRAPPERS)}
+    return {stem(alias): name or alias for alias, name in names.items()}
+
+
+def _text_config(raw: Mapping[str, Any], wrapper: str, where: str) -> ModelConfig:
+    """Return the ModelConfig of the text model in a wrapper, listed or not.
+
+    Raises:
+        UnsupportedModel: the text is not a served model, or a field is not supported.
+    """
+    listed = WRAPPERS.get(wrapper)
+    fields, prefix = text_fields(raw, listed or Wrapper("", ""), where)
+    kind = fields["model_type"]
+    name = MODEL_TYPES.get(kind, "") if isinstance(kind, str) else ""
+    if not name:
+        example = "llama" if listed is None else listed.text
+        advice = f"allowed: the model_type of a text, such as {example!r}"
+        if isinstance(kind, str) and kind and wrapper_of(fields, None) is None:
+            refusal = refusal_of(kind)
+            advice = described(refusal) if refusal else unknown(kind, MODEL_TYPES)
+        raise UnsupportedModel(
+            f"{where}: the text of this {shown(wrapper)} has {prefix}model_type {shown(kind)}: "
+            f"{advice}"
+        )
+    config = ModelConfig.from_fields(fields, name, ARCHITECTURES[name].config, where, prefix)
+    if listed is not None:
+        return replace(config, wrapper=wrapper)
+    if problems := outer_problems(raw):
+        raise UnsupportedModel(
+            f"{where}: {shown(wrapper)} is unknown to jaxserve, and its text alone ({name}) cannot "
+            f"be served:\n  {problems[0]}"
+        )
+    return replace(config, wrapper=wrapper, parts=part_words(raw))
+
+
+def gguf_refusal(name: Any) -> str:
+    """Return the reason why the architecture of a GGUF file is not served, for errors.
+
+    Args:
+        name: the value of `general.architecture`.
+    """
+    if not isinstance(name, str) or not name:
+        return "allowed: a name such as 'llama'"
+    refusal = refusal_of(name)
+    if refusal is None and (served := _served_names().get(stem(name))):
+        refusal = Refusal("gguf", served)
+    if refusal is None:
+        return unknown(name, GGUF_RULES)
+    if refusal.reason == "gguf":
+        return f"{REASONS['gguf']}; a Hugging Face folder of {refusal.nearest} is served"
+    files = [file for file, rules in GGUF_RULES.items() if rules.name == refusal.nearest]
+    if not files:  # one architecture of GGUF files may cover several
+        families = [each.gguf for each in FAMILIES if refusal.nearest in each.architectures]
+        files = [file for names in families for file in names]
+    return described(refusal) + (f" (in GGUF files: {', '.join(files)})" if files else "")
 
 
 def overflows_float16(config: ModelConfig) -> bool:

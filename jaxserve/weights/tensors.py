@@ -91,5 +91,5 @@ def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
             listed(opened.ignored),
         )
     if config.wrapper is not None:
-        opened = text_tensors(opened)
+        opened = text_tensors(opened, config.parts)
     return renamed(opened, tensor_names(config))

@@ -6,8 +6,10 @@ import logging
 from collections import Counter
 from dataclasses import replace
 
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, UnsupportedModel
+from jaxserve.models.config.unlisted import is_part_tensor
 from jaxserve.weights.checkpoint import Checkpoint, listed
+from jaxserve.weights.names import FURTHER
 from jaxserve.weights.safetensors import TensorEntry
 
 logger = logging.getLogger(__name__)
@@ -26,15 +28,22 @@ NAMINGS = (
 )
 
 
-def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
+def text_tensors(checkpoint: Checkpoint, parts: tuple[str, ...] | None) -> Checkpoint:
     """Return a multimodal checkpoint with only its text model's tensors, under text-only names.
 
     One log message counts the omitted tensors of the other parts.
 
+    Args:
+        checkpoint: the checkpoint with the names of its files.
+        parts: words in the names of the other parts of a wrapper that is not listed. All its other
+            tensors must be used. None for a listed wrapper, whose other tensors are omitted.
+
     Raises:
         CheckpointError: the checkpoint has no text embedding under a known name.
+        UnsupportedModel: tensors belong neither to the text nor to `parts`.
     """
     prefix, head = naming(checkpoint)
+    unknown: list[str] = []
     tensors: dict[str, TensorEntry] = {}
     others: Counter[str] = Counter()
     for name, entry in checkpoint.tensors.items():
@@ -44,14 +53,28 @@ def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
                 tensors[plain] = replace(entry, name=plain)
                 break
         else:
+            if (
+                parts is not None
+                and not is_part_tensor(name, parts)
+                and not name.startswith(FURTHER)
+            ):
+                unknown.append(name)
             others[".".join(name.split(".")[: 2 if name.startswith("model.") else 1])] += 1
+    if unknown:
+        words = f"the names of other parts have one of {', '.join(parts or ())}"
+        allowed = words if parts else "config.json has no configuration of another part"
+        raise UnsupportedModel(
+            f"{checkpoint.directory}: this wrapper is unknown to jaxserve, and {len(unknown)} "
+            f"tensor(s) belong neither to its text nor to another part: {listed(sorted(unknown))}; "
+            f"{allowed}"
+        )
     if others:
         counts = [f"{count} of {part}" for part, count in sorted(others.items())]
         logger.warning(
             "%s: its text alone is served; left out are tensors of its other parts: %s",
             checkpoint.directory, listed(counts),
         )  # fmt: skip
-    return replace(checkpoint, tensors=tensors)
+    return replace(checkpoint, tensors=tensors, whole=parts is not None)
 
 
 def naming(checkpoint: Checkpoint) -> tuple[str, str]:

@@ -181,7 +181,7 @@ def test_the_cache_on_cpu_stops_at_what_slots_can_use() -> None:
     settings: dict[str, Any] = {"max_num_seqs": 3, "block_size": 16}
     plain = EngineConfig(**settings, enable_prefix_caching=False).resolve("cpu", 64)
     cached = EngineConfig(**settings).resolve("cpu", 64)
-    model = parse_model_config(dict(TINY))
+    model = parse_model_config({**TINY, "architectures": ["LlamaForCausalLM"]})
     slots = 3 * (64 // 16 + 1)  # each with the page to spare that admission asks for
     assert cpu_page_budget(plain, 1 << 10, model) == slots + 1
     assert cpu_page_budget(cached, 1 << 10, model) == 2 * slots + 1

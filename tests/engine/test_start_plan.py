@@ -127,7 +127,6 @@ def test_a_further_kind_of_memory_needs_no_change_elsewhere(
         "unit": "slot",
         "bytes_per_unit": 96,
         "count": first["sizes"]["seqs"] + 1,
-        "window": None,
         "bytes": 96 * (first["sizes"]["seqs"] + 1),
     }
 

@@ -344,12 +344,12 @@ NOT_TRACED = {
         f"jaxserve/{name}.py"
         for name in """
         errors settings/checks settings/config settings/hosts settings/model_name settings/overrides
-        start/plan/start_plan start/programs/described_card structured
+        start/plan/cache_kinds start/plan/start_plan start/programs/described_card structured
         """.split()
     ),
     *(
         f"jaxserve/scheduling/{name}.py"
-        for name in ("logprobs", "page_keys", "page_pool", "plan", "sequence")
+        for name in ("logprobs", "page_keys", "page_pool", "plan", "sequence", "waiting")
     ),
 }
 

@@ -250,12 +250,16 @@ WRAPPED: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"text_config": {"model_type": "opt"}}, r"text_config\.model_type 'opt'; allowed: llama"),
-        ({"text_config": {"model_type": 3}}, r"text_config\.model_type 3; allowed"),
+        (
+            {"text_config": {"model_type": "opt"}},
+            r"text_config\.model_type 'opt': .*nearest.*LlamaFor",
+        ),
+        ({"text_config": {"model_type": 3}}, r"text_config\.model_type 3: allowed.*'llama'"),
         ({"text_config": {"hidden_size": -1}}, r"text_config\.hidden_size is -1"),
         ({"text_config": {"unheard_of": 1}}, r"text_config\.unheard_of is 1"),
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "architectures is .*PaliGemma"),
         ({"eos_token_id": "x"}, "eos_token_id is"),
+        ({"text_config": [1]}, r"text_config is \[1\]; allowed: an object"),
     ],
 )
 def test_a_bad_wrapper_is_refused(change, named):

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from jaxserve.models.config.wrappers import WRAPPERS
+from jaxserve.models.config.wrappers import WRAPPERS, Wrapper
 from jaxserve.models.registry import MODEL_TYPES
 from tests.models.cases import EXPERTS, GROWING, SIZES
 
@@ -90,12 +90,14 @@ ABSENT = {
 CASES = [name for name in WRAPPERS if name not in ABSENT]
 
 
-def tiny_wrapper(name: str, kind: str = "", **outer: Any) -> Any:
+def tiny_wrapper(name: str, row: Wrapper | None = None, kind: str = "", **outer: Any) -> Any:
     """Return a random wrapper, with `outer` as fields of its own configuration.
 
-    `kind` is the `model_type` of its text, by default the wrapper's usual one.
+    `row` describes a wrapper that is not listed. `kind` is the `model_type` of its text, by default
+    the wrapper's usual one.
     """
-    row, kind = WRAPPERS[name], kind or WRAPPERS[name].text
+    row = row or WRAPPERS[name]
+    kind = kind or row.text
     text = _text_config(kind, SECTIONS.get(kind, {}))
     config: Any = CONFIG_MAPPING[row.model_type](
         text_config=text, **WIDTHS.get(row.model_type, {}), **outer

@@ -500,11 +500,12 @@ def test_metadata_of_one_architecture_is_refused(tmp_path, name):
 
 
 def test_an_architecture_that_is_not_read_is_refused(tmp_path):
-    """The error lists the supported architectures."""
+    """The error names the nearest architecture of GGUF files."""
     tensors = random_tensors(raw_config("llama"))
-    metadata = {"general.architecture": "qwen2moe"}
+    metadata = {"general.architecture": "glm-dsa"}
     path = write_gguf(tmp_path / "m.gguf", "llama", tensors, metadata=metadata)
-    with pytest.raises(UnsupportedModel, match=r"'qwen2moe'; allowed: llama, .*deepseek2"):
+    nearest = r"'glm-dsa': .*sparse.*DeepseekV3ForCausalLM \(in GGUF files: deepseek2\)"
+    with pytest.raises(UnsupportedModel, match=nearest):
         gguf_config(read_gguf(path))
 
 

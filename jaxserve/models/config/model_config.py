@@ -100,8 +100,9 @@ class ModelConfig:
     latent attention, `value_dim` that of a value if it is smaller. `experts`, `latent` and
     `recurrent` (sizes of layers with states) are None for models without them. `extra_layers`
     counts layers of the checkpoint that are not read. `wrapper` names the multimodal architecture
-    that contains this text model. `split` is the division over devices. The class is hashable, so
-    that modules can hold it.
+    that contains this text model. `parts` has words in the names of other tensors of a wrapper that
+    is not listed (see `unlisted`), and is None for other models. `split` is the division over
+    devices. The class is hashable, so that modules can hold it.
     """
 
     architecture: str
@@ -132,6 +133,7 @@ class ModelConfig:
     bos_token_id: int | None
     quantization: StoredQuantization | None = None
     wrapper: str | None = None
+    parts: tuple[str, ...] | None = None
     split: Split = ONE_DEVICE
     out_norm_eps: float | None = None
     value_dim: int | None = None
@@ -182,8 +184,6 @@ class ModelConfig:
             eos_token_ids=_token_ids(fields, "eos_token_id"),
             bos_token_id=next(iter(_token_ids(fields, "bos_token_id")), None),
             quantization=_quantization(fields, rules),
-            wrapper=None,
-            split=ONE_DEVICE,
             out_norm_eps=_out_norm_eps(fields, rules),
             value_dim=_value_dim(fields, rules, sizes["head_dim"]),
             **sizes,
@@ -323,7 +323,7 @@ def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
     return fields
 
 
-def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[str, int]:
+def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[str, Any]:
     hidden = fields.integer("hidden_size", 1, MAX_HIDDEN)
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     for key in sorted(rules.explicit):

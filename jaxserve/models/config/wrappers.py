@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from jaxserve.errors import UnsupportedModel
+from jaxserve.models.config.fields import shown
+
 Raw = Mapping[str, Any]
 
 
@@ -229,7 +232,7 @@ def wrapper_of(raw: Raw, architecture: str | None) -> str | None:
     return next((name for name, row in WRAPPERS.items() if row.model_type == kind), None)
 
 
-def text_fields(raw: Raw, wrapper: Wrapper) -> tuple[dict[str, Any], str]:
+def text_fields(raw: Raw, wrapper: Wrapper, where: str) -> tuple[dict[str, Any], str]:
     """Return the fields of a wrapper's text model, in the form of a plain config.json.
 
     Defaults of Transformers fill in absent fields. The wrapper's own dtype, quantization, BOS token
@@ -238,15 +241,24 @@ def text_fields(raw: Raw, wrapper: Wrapper) -> tuple[dict[str, Any], str]:
     Args:
         raw: the wrapper's fields.
         wrapper: describes where the text model's fields are nested.
+        where: the source of `raw`, for errors.
 
     Returns:
         The fields, including `model_type`, and the prefix of their names in `raw`.
+
+    Raises:
+        UnsupportedModel: a nested configuration is not an object.
     """
     text: Any = raw
-    for key in wrapper.path:
-        text = text.get(key) if isinstance(text, Mapping) else None
+    for depth, key in enumerate(wrapper.path, 1):
+        text = text.get(key)
+        if text is None:
+            break
+        if not isinstance(text, Mapping):
+            name = ".".join(wrapper.path[:depth])
+            raise UnsupportedModel(f"{where}: {name} is {shown(text)}; allowed: an object")
     prefix = ".".join((*wrapper.path, ""))
-    if not isinstance(text, Mapping):
+    if text is None:
         prefix = ""
         text = {}
         if wrapper.flat:

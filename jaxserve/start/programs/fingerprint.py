@@ -33,6 +33,7 @@ _SOURCES = (
     "jaxserve/start/programs/compiler.py",
     "jaxserve/request.py",
     "jaxserve/scheduling/slot_table.py",
+    "jaxserve/scheduling/page_kinds.py",
     "jaxserve/scheduling/row_settings.py",
 )
 # Settings that change a program only through its name, the shapes of its arguments or the model's

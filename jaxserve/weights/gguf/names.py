@@ -25,7 +25,7 @@ from jaxserve.models.gguf.rules import (
     GgufRules,
     Names,
 )
-from jaxserve.models.registry import GGUF_RULES
+from jaxserve.models.registry import GGUF_RULES, gguf_refusal
 from jaxserve.settings.checks import is_neutral
 from jaxserve.weights.checkpoint import Checkpoint, listed
 from jaxserve.weights.gguf.file import GgufFile, GgufTensor
@@ -84,9 +84,8 @@ def rules_of(file: GgufFile) -> GgufRules:
             "the model itself, whose text is served"
         )
     if not isinstance(name, str) or name not in GGUF_RULES:
-        allowed = ", ".join(GGUF_RULES)
         raise UnsupportedModel(
-            f"{file.path}: general.architecture is {str(name)[:80]!r}; allowed: {allowed}"
+            f"{file.path}: general.architecture is {shown(name)}: {gguf_refusal(name)}"
         )
     return GGUF_RULES[name]
 
