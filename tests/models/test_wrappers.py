@@ -68,7 +68,7 @@ def rewrite(
 )
 def test_the_text_of_a_wrapper_is_that_of_its_family(name, kind, tmp_path):
     """Transformers' own logits agree for a text, and the weights read here are equal."""
-    wrapper = tiny_wrapper(name, kind)
+    wrapper = tiny_wrapper(name, kind=kind)
     plain = text_alone(name, wrapper, kind)
     want = reference_logits(plain, TOKENS)
     got = reference_logits(wrapper, TOKENS) * LEFT_OUT.get(name, 1.0)
