@@ -27,8 +27,8 @@ Operations over rows:
 * ``add_norm``: add to the residual stream and normalize the sum.
 * ``greatest``: argmax of logits.
 * ``draw``: sample tokens on CPU.
-* ``row_sums``, ``softmax``, ``sigmoid`` and ``gated``. On CPU the result of a row does not depend
-  on the number of rows.
+* ``row_sums``, ``softmax``, ``sigmoid``, ``softplus`` and ``gated``. On CPU the result of a row
+  does not depend on the number of rows.
 
 Operations with a state per sequence:
 
@@ -71,7 +71,16 @@ from pallas_kernels.qkv_arguments import QkvOptions
 from pallas_kernels.quantized_grouped_matmul import quantized_grouped_matmul
 from pallas_kernels.quantized_matmul import dequantize, output_major_matmul, quantized_matmul
 from pallas_kernels.row_arguments import Activation, NormOptions
-from pallas_kernels.row_ops import DrawSettings, draw, gated, has_draw, row_sums, sigmoid, softmax
+from pallas_kernels.row_ops import (
+    DrawSettings,
+    draw,
+    gated,
+    has_draw,
+    row_sums,
+    sigmoid,
+    softmax,
+    softplus,
+)
 from pallas_kernels.state_arguments import (
     ConvOptions,
     ConvWeights,
@@ -135,5 +144,6 @@ __all__ = [
     "rows_in_panels",
     "sigmoid",
     "softmax",
+    "softplus",
     "sum_over_devices",
 ]

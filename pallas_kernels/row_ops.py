@@ -64,6 +64,17 @@ def sigmoid(x: jax.Array) -> jax.Array:
     return _row_shares(x, "sigmoid") if _has_kernel(x) else jax.nn.sigmoid(x)
 
 
+def softplus(x: jax.Array) -> jax.Array:
+    """Compute log(1 + exp(x)) of every number of x. Return an array of x's shape and dtype.
+
+    On CPU equal numbers have results of equal bits at any place of the array.
+
+    Raises:
+        ValueError: x is neither float32 nor float64.
+    """
+    return _row_shares(x, "softplus") if _has_kernel(x) else jax.nn.softplus(x)
+
+
 def _has_kernel(x: jax.Array) -> bool:
     if x.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f"x is {x.dtype}; allowed: float32, float64")

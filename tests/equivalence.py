@@ -66,6 +66,7 @@ from jaxserve.weights import random_weights
 from jaxserve.weights.placement import use_panels
 from scripts.lib.placed_model import model_leaves, plan_of_model
 from tests.models.cases import CASES, transformers_model
+from tests.models.trait_cases import TRAIT_FAMILIES
 from tests.support.letters import END, TEXTS, VOCAB, letter_tokenizer
 from tests.support.oracle import Answer, Form, Oracle, Score
 from tests.support.quick_code import compile_quickly
@@ -80,6 +81,7 @@ DEVICE_SNAPSHOTS = 40
 ORACLES = (
     *("qwen3_window", "lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h"),
     *("granitemoehybrid", "falcon_h1", "bamba", "olmo_hybrid", "mamba2"),
+    *TRAIT_FAMILIES,
 )
 MOST_STEPS = 6
 MAX_STEPS = 4000

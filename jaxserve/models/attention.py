@@ -39,6 +39,7 @@ from pallas_kernels import (
     rope_kv_write,
     rope_kv_write_kernel,
     sigmoid,
+    softplus,
 )
 
 if TYPE_CHECKING:
@@ -85,7 +86,11 @@ class Attention(nnx.Module):
         if isinstance(scaling, YarnScaling) and scaling.query_beta > 0:
             self.growth = scaling
         heads: LogicalAxes = ("embed", "kv_heads", "group", "head_dim")
-        shape: tuple[int, ...] = (embed, kv_heads, group + 2, head_dim)
+        # Values of another size than keys are projected by themselves.
+        self.value_dim = value_dim = config.value_dim
+        self.value_factor = config.scales.value
+        fused = group + 2 if value_dim is None else group + 1
+        shape: tuple[int, ...] = (embed, kv_heads, fused, head_dim)
         has_pairs = traits.gated == "numbers"
         self.qkv = None if has_pairs else weight(rngs, shape, heads, dtype)
         # With gates, each query head is projected together with its gate, and keys with values.
@@ -94,12 +99,17 @@ class Attention(nnx.Module):
         self.query_gate = weight(rngs, shape, pair, dtype) if has_pairs else None
         pair, shape = (*pair[:2], *pair[3:]), (embed, kv_heads, 2, head_dim)
         self.key_value = weight(rngs, shape, pair, dtype) if has_pairs else None
+        shape = (embed, kv_heads, value_dim or head_dim)
+        has_value = value_dim is not None
+        self.value = weight(rngs, shape, (*heads[:2], heads[3]), dtype) if has_value else None
         shape = (embed, kv_heads, group)
         gates = weight(rngs, shape, heads[:3], dtype) if traits.gated == "heads" else None
         self.head_gate = gates
+        self.gate_activation = traits.gate_activation
+        self.norm_after_rotation = traits.norm_after_rotation
         self.out = weight(
             rngs,
-            (kv_heads, group, head_dim, embed),
+            (kv_heads, group, value_dim or head_dim, embed),
             ("kv_heads", "group", "head_dim", "embed"),
             dtype,
             contract=3,
@@ -112,13 +122,15 @@ class Attention(nnx.Module):
         # f32[2, K]: scales of stored keys and of stored values, for a cache in fp8 only.
         self.kv_scales: nnx.Param[Any] | None = nnx.data(None)
         query, key = (shape, axes), (shape[::2], axes[::2])
-        if traits.qk_norm == "head":
+        if traits.qk_norm in ("head", "unscaled"):
             query = key = shape[2:], axes[2:]
         over = None if traits.qk_norm == "all" else 1
-        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if traits.sinks else None
+        has_sinks = window is not None if traits.sinks == "windows" else traits.sinks
+        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if has_sinks else None
         normed, eps = traits.qk_norm is not None, config.rms_norm_eps
-        self.query_norm = Norm(*query, eps, dtype, traits, over) if normed else None
-        self.key_norm = Norm(*key, eps, dtype, traits, over) if normed else None
+        has_scale = traits.qk_norm != "unscaled"
+        self.query_norm = Norm(*query, eps, dtype, traits, over, has_scale) if normed else None
+        self.key_norm = Norm(*key, eps, dtype, traits, over, has_scale) if normed else None
         if self.query_norm is not None and self.key_norm is not None and over is None:
             self.query_norm.axis = self.key_norm.axis = self.axis
             self.key_norm.copies = kv_copies(config)
@@ -152,9 +164,12 @@ class Attention(nnx.Module):
         query, kv, arrivals = self._placed(x, cos_sin, step, kv, qkv)
         attended = self._attend(query, kv, step, arrivals)
         attended = attended.reshape(num_tokens, -1, group, attended.shape[-1])  # [T, K, G, H]
+        if self.value_dim is not None:
+            attended = attended[..., : self.value_dim]
         if gate is not None:
             exact = accumulator(x.dtype)
-            attended = (attended.astype(exact) * sigmoid(gate.astype(exact))).astype(x.dtype)
+            factor = softplus if self.gate_activation == "softplus" else sigmoid
+            attended = (attended.astype(exact) * factor(gate.astype(exact))).astype(x.dtype)
         y = matmul_to_add(
             attended,
             self.out[...],
@@ -196,7 +211,8 @@ class Attention(nnx.Module):
             The queries [T, N, H] (normalized and rotated), the updated pages, and the counters that
             the fused kernel allocated for the attention kernel (None without the fused kernel).
         """
-        can = self.growth is None and (self.query_norm is None or not self.query_norm.is_centered)
+        can = self.query_norm is None or not self.query_norm.is_centered
+        can &= self.growth is None and not self.norm_after_rotation and self.value is None
         if can:
             kernel = rope_kv_write_kernel(x.dtype, kv[0], len(x), self.group, step.others)
             if kernel != "xla":
@@ -205,17 +221,35 @@ class Attention(nnx.Module):
         if self.qkv is not None:
             qkv = matmul(x, self.qkv[...], bias=value_of(self.qkv_bias))  # [T, K, G + 2, H]
         assert qkv is not None
-        query, key, val = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = qkv[:, :, :group], qkv[:, :, group]
+        val = qkv[:, :, group + 1] if self.value is None else self._values(x, key.shape[-1])
+        if not self.norm_after_rotation:
+            query, key = self._normed(query, key)
         query = query.reshape(x.shape[0], -1, query.shape[-1])  # [T, N, H]
         if cos_sin is not None:
             query = rotate(query, cos_sin, self.interleaved)
             key = rotate(key, cos_sin, self.interleaved)
+        if self.norm_after_rotation:
+            query, key = self._normed(query, key)
         if self.growth is not None:
             query = query * _growth(self.growth, step.positions, query.dtype)
         kv = write_kv((key, val), kv, self._cells(step), step.others, self._scales(kv))
         return query, kv, None
+
+    def _values(self, x: Float[Array, "T D"], size: int) -> Float[Array, "T K H"]:
+        """Return values that are shorter than keys, with zeros up to `size`, as in the cache."""
+        assert self.value is not None
+        values = matmul(x, self.value[...])
+        if self.value_factor != 1.0:
+            values = (values.astype(accumulator(x.dtype)) * self.value_factor).astype(x.dtype)
+        return jnp.pad(values, ((0, 0), (0, 0), (0, size - values.shape[-1])))
+
+    def _normed(
+        self, query: Float[Array, "T *heads H"], key: Float[Array, "T K H"]
+    ) -> tuple[Float[Array, "T *heads H"], Float[Array, "T K H"]]:
+        if self.query_norm is None or self.key_norm is None:
+            return query, key
+        return self.query_norm(query), self.key_norm(key)
 
     def _placed_at_once(
         self,
@@ -239,8 +273,8 @@ class Attention(nnx.Module):
             options["bias"] = bias
         assert qkv is not None
         if self.query_norm is not None and self.key_norm is not None:
-            options["query_norm"] = self.query_norm.scale[...]
-            options["key_norm"] = self.key_norm.scale[...]
+            options["query_norm"] = self.query_norm.gain
+            options["key_norm"] = self.key_norm.gain
             options["norm"] = self.query_norm.options
             if not self.query_norm.is_per_head:
                 norms = self.query_norm, self.key_norm

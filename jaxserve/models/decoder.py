@@ -48,15 +48,18 @@ class DecoderLayer(nnx.Module):
         traits: FamilyTraits = LLAMA_TRAITS,
         index: int = 0,
     ) -> None:
-        def norm() -> Norm:
-            return Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, traits)
+        def norm(eps: float = config.rms_norm_eps) -> Norm:
+            return Norm((config.hidden_size,), ("embed",), eps, dtype, traits)
 
+        out_eps = config.out_norm_eps or config.rms_norm_eps
         self.norm_options = norm_options(config.rms_norm_eps, traits)
         norms = traits.norms
         if norms == "by mixer":
             norms = "after" if config.mixers_of(index) == (ATTENTION,) else "before"
         before, after = norms != "after", norms != "before"
-        scales, self.is_centered = config.scales, traits.norm_centered
+        # Norm kernels have one epsilon, and a norm without the mean.
+        is_apart = traits.norm_centered or out_eps != config.rms_norm_eps
+        scales, self.is_apart = config.scales, traits.parallel or is_apart
         self.factor, self.mlp_factor = scales.residual, scales.residual * scales.mlp
         self.mixers, self.split, self.parallel = (
             config.mixers_of(index),
@@ -67,7 +70,7 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = norm() if before and self.mixers else None
         for mixer in map(MIXERS.__getitem__, self.mixers):
             setattr(self, mixer.name, mixer.build(config, dtype, rngs, traits, index))
-        self.attention_out_norm = norm() if after and self.mixers else None
+        self.attention_out_norm = norm(out_eps) if after and self.mixers else None
         has_mlp = config.has_mlp(index)
         self.mlp_norm = norm() if before and not traits.parallel and has_mlp else None
         if not has_mlp:
@@ -76,7 +79,7 @@ class DecoderLayer(nnx.Module):
             self.mlp = SparseMLP(config, config.experts, dtype, rngs, traits)
         else:
             self.mlp = build_mlp(config, dtype, rngs, traits)
-        self.mlp_out_norm = norm() if after and has_mlp else None
+        self.mlp_out_norm = norm(out_eps) if after and has_mlp else None
 
     def __call__(
         self, residual: Residual, cos_sin: CosSin | None, step: PagedStep, kept: Kept
@@ -133,8 +136,7 @@ class DecoderLayer(nnx.Module):
         return reduce(jnp.add, results), kept
 
     def _kernel(self, x: Float[Array, "T D"], step: PagedStep) -> str:
-        is_apart = self.parallel or self.is_centered
-        return "xla" if is_apart else add_norm_kernel(x, step.others)
+        return "xla" if self.is_apart else add_norm_kernel(x, step.others)
 
     def _updated(
         self,
@@ -147,7 +149,7 @@ class DecoderLayer(nnx.Module):
         is_few = residual.stream.shape[0] <= MOST_ROWS_IN_PARTS
         if kernel == "llvm" or (kernel.startswith("triton") and is_few):
             axis = self.split.axis if y.ndim == 3 and self.split.leaves_sums else None
-            scale = None if norm is None else norm.scale[...]
+            scale = None if norm is None else norm.gain
             return replace(residual, update=y, norm_scale=scale, factor=factor, axis=axis)
         return replace(residual, update=scaled(y if norm is None else norm(y), factor))
 
@@ -204,7 +206,14 @@ class Decoder(nnx.Module):
             DecoderLayer(config, dtype, rngs, traits, index)
             for index in range(config.num_hidden_layers)
         )
-        self.norm = Norm((config.hidden_size,), ("embed",), config.rms_norm_eps, dtype, traits)
+        final = traits if traits.final_offset else replace(traits, norm_offset=0.0)
+        shape: tuple[int, ...] = (config.hidden_size,)
+        self.norm = Norm(shape, ("embed",), config.rms_norm_eps, dtype, final)
+        self.embedding_norm = (
+            Norm(shape, ("embed",), config.rms_norm_eps, dtype, final, has_scale=False)
+            if traits.norm_embedding
+            else None
+        )
 
     def __call__(
         self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
@@ -249,6 +258,8 @@ class Decoder(nnx.Module):
                 # Gemma was trained with the scale in x's dtype: 55.4 is 55.5 in bfloat16.
                 factor = jnp.asarray(config.scales.embedding, x.dtype)
                 x = rounded_once(lambda x: scaled(x, factor), x, step.positions)
+            if (norm := self.embedding_norm) is not None:
+                x = Residual(x).normed(norm, norm.options, step.others)[1]
             ropes = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
             angles = {
                 rope: rope_cos_sin(step.positions, rope, config.rotary_dim, x.dtype)

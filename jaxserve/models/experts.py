@@ -19,12 +19,12 @@ from jaxserve.models.collectives import device_index, summed
 from jaxserve.models.config.experts import Experts
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.expert_places import chosen_places
-from jaxserve.models.family import FamilyTraits
+from jaxserve.models.family import FamilyTraits, Router
 from jaxserve.models.layers import build_mlp, squared
 from jaxserve.models.linear import accumulator, constant, matmul, normal, value_of, weight
 from jaxserve.models.paged import LogicalAxes, PagedStep
 from jaxserve.models.placed_weight import PlacedWeight
-from jaxserve.models.routing import Router, route
+from jaxserve.models.routing import route
 from jaxserve.models.token_rounding import TokenRounded, rounded_rows
 from pallas_kernels import grouped_matmul, sigmoid
 from pallas_kernels.devices import target_device
@@ -79,7 +79,7 @@ class SparseMLP(nnx.Module):
             self.router_bias = self.gate_up_bias = self.down_bias = None
         # Corrections have at least float32, because scores are compared in at least float32.
         correction = constant(0.0, (count,), ("experts",), accumulator(dtype))
-        is_corrected = traits.router == "sigmoid" and experts.corrected
+        is_corrected = traits.router in ("sigmoid", "corrected softmax") and experts.corrected
         self.correction = correction if is_corrected else None
         shared = experts.shared
         self.shared = build_mlp(config, dtype, rngs, traits, shared) if shared else None
@@ -95,6 +95,9 @@ class SparseMLP(nnx.Module):
         with jax.named_scope("router"):
             exact = accumulator(x.dtype)
             scores = matmul(x, self.router[...], bias=value_of(self.router_bias), out_dtype=exact)
+            if cap := self.experts.score_cap:
+                # The kernel of sigmoid gives equal bits at any place of the array.
+                scores = cap * (2.0 * sigmoid(scores * (2.0 / cap)) - 1.0)
             weights, chosen = route(scores, self.experts, self.kind, value_of(self.correction))
         with jax.named_scope("experts"):
             real = step.slot_mapping >= 0

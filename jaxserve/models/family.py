@@ -11,6 +11,8 @@ from jaxserve.models.config.rules import ConfigRules
 from jaxserve.models.gguf.rules import GgufRules
 from jaxserve.models.weight_table import WeightName
 
+Router = Literal["softmax", "corrected softmax", "sigmoid", "chosen"]
+
 
 @dataclass(frozen=True)
 class FamilyTraits:
@@ -23,31 +25,43 @@ class FamilyTraits:
         parallel: the MLP reads the same normalized input as attention, instead of the sum with
             attention's output.
         qk_norm: queries and keys are normalized before the rotation: each "head" with one scale for
-            all heads, or with its "own" scale, or "all" heads together, or None for no norm.
+            all heads, with its "own" scale, or "unscaled", or "all" heads together, or None for no
+            norm.
+        norm_after_rotation: queries and keys are normalized after the rotation instead.
         interleaved: the rotary embedding pairs neighbouring dimensions instead of halves of a head.
         norm_centered: norms subtract the mean first.
         norm_offset: number added to the scale of every norm (Gemma stores the difference from 1).
+        norm_scales: norms have a scale for each dimension.
+        norm_embedding: the embeddings are normalized, without a scale.
+        final_offset: the norm after the last layer has `norm_offset` too.
         norm_rounds_last: norms are scaled before they are rounded to 16 bits, instead of after.
-        activation: activation of the gated MLP, or "relu2" for an MLP without gate.
+        activation: activation of the gated MLP, or "relu2" or "xielu" for an MLP without gate.
         router: how experts are chosen (see `routing.route`); "chosen" also adds biases to router
             and experts, and selects gpt-oss's activation.
         gated: gates that multiply the result of attention: a gate for each of the "numbers" of a
             query head, projected like the query, or one for each of the "heads", or None.
-        sinks: the softmax of attention includes one learned logit for each query head.
+        gate_activation: activation of these gates.
+        sinks: the softmax of attention includes one learned logit for each query head, in all
+            layers, or in layers with "windows" alone.
         overflows_float16: activations of the models exceed the range of float16.
     """
 
     norms: Literal["before", "after", "around", "by mixer"] = "before"
     parallel: bool = False
-    qk_norm: Literal["head", "own", "all"] | None = None
+    qk_norm: Literal["head", "own", "unscaled", "all"] | None = None
+    norm_after_rotation: bool = False
     interleaved: bool = False
     norm_centered: bool = False
     norm_offset: float = 0.0
+    norm_scales: bool = True
+    norm_embedding: bool = False
+    final_offset: bool = True
     norm_rounds_last: bool = False
-    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
-    router: Literal["softmax", "sigmoid", "chosen"] = "softmax"
-    sinks: bool = False
+    activation: Literal["silu", "gelu_tanh", "relu2", "xielu"] = "silu"
+    router: Router = "softmax"
+    sinks: bool | Literal["windows"] = False
     gated: Literal["numbers", "heads"] | None = None
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     overflows_float16: bool = False
 
 

@@ -34,6 +34,8 @@ from pallas_kernels import (
     gated_matmul,
     has_few_row_product,
     row_sums,
+    sigmoid,
+    softplus,
 )
 from pallas_kernels.devices import target_device
 
@@ -58,6 +60,7 @@ class Norm(nnx.Module):
 
     With `traits.norm_centered`, x - mean(x) replaces x: LayerNorm without a bias (Ba et al. 2016).
     The norm covers the last dimensions of x, as many as the scale has, or only the last `over`.
+    Without a scale, all its elements are 1.
     """
 
     def __init__(
@@ -68,8 +71,11 @@ class Norm(nnx.Module):
         dtype: DTypeLike,
         traits: FamilyTraits = LLAMA_TRAITS,
         over: int | None = None,
+        has_scale: bool = True,
     ) -> None:
-        self.scale = constant(1.0 - traits.norm_offset, shape, axes, dtype)
+        one = constant(1.0 - traits.norm_offset, shape, axes, dtype)
+        self.scale = one if has_scale and traits.norm_scales else None
+        self.shape, self.dtype = shape, jnp.dtype(dtype)
         self.eps, self.traits, self.over = eps, traits, over or len(shape)
         # Set by the owner if the normalized dimensions are divided over devices: the mesh axis, and
         # the number of devices that hold the same part.
@@ -82,7 +88,7 @@ class Norm(nnx.Module):
         x / rms(x) is computed in at least float32, rounded to x's dtype as in Llama, and scaled.
         With `norm_rounds_last` in the traits, only the scaled result is rounded.
         """
-        scale, exact = self.scale[...], accumulator(x.dtype)
+        scale, exact = self.gain, accumulator(x.dtype)
         y = x.astype(exact)
         if self.traits.norm_centered:
             y = y - self._mean(x)
@@ -93,6 +99,13 @@ class Norm(nnx.Module):
         if self.traits.norm_rounds_last:
             return (y * (scale.astype(exact) + self.traits.norm_offset)).astype(x.dtype)
         return scale * y.astype(x.dtype)
+
+    @property
+    def gain(self) -> Float[Array, "*sizes"]:
+        """The scale, without the offset of the traits."""
+        if self.scale is None:
+            return jnp.full(self.shape, 1.0 - self.traits.norm_offset, self.dtype)
+        return self.scale[...]
 
     @property
     def options(self) -> NormOptions:
@@ -174,7 +187,7 @@ class Residual:
             residual = self.added()
             return residual, residual.stream if norm is None else norm(residual.stream)
         options = dataclasses.replace(options, factor=self.factor)
-        operands = self.stream, update, None if norm is None else norm.scale[...], self.norm_scale
+        operands = self.stream, update, None if norm is None else norm.gain, self.norm_scale
         named: dict[str, Any] = {"options": options, "implementation": implementation}
         if self.axis is None:
             stream, normed = _add_norm(*operands, **named)
@@ -238,6 +251,9 @@ class Embedding(nnx.Module):
         return matmul(hidden, project, out_dtype=accumulator(hidden.dtype))
 
 
+XIELU_EPS = -1e-6  # above it, exp(x) - 1 is that of this number
+
+
 class SquaredMLP(nnx.Module):
     """down(relu(up(x)) ** 2) (So et al. 2021, "Primer")."""
 
@@ -276,7 +292,39 @@ class SquaredMLP(nnx.Module):
 
     def _hidden(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
         bias = None if self.up_bias is None else self.up_bias[...][0]
-        return squared(matmul(x, self.up[...], bias=bias))
+        return self._activated(matmul(x, self.up[...], bias=bias))
+
+    def _activated(self, x: Float[Array, "T F"]) -> Float[Array, "T F"]:
+        return squared(x)
+
+
+class XieluMLP(SquaredMLP):
+    """down(xielu(up(x))) (Huang and Schlag 2024, arXiv:2411.13010).
+
+    xielu(x) is x / 2 + p x**2 for x > 0, else x / 2 + n (exp(x) - 1 - x). p and n - 1/2 are the
+    softplus of two learned numbers of the layer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs | None,
+        width: int | None = None,
+    ) -> None:
+        super().__init__(config, dtype, rngs, width)
+        self.curves = constant(0.0, (2,), ("taps",), dtype)
+
+    def _activated(self, x: Float[Array, "T F"]) -> Float[Array, "T F"]:
+        exact = accumulator(x.dtype)
+        positive, negative = softplus(self.curves[...].astype(exact))
+        y = x.astype(exact)
+        # exp(y) - 1 from the kernel of sigmoid, whose bits do not depend on the place in the array.
+        share = sigmoid(jnp.minimum(y, XIELU_EPS))
+        grown = (2.0 * share - 1.0) / (1.0 - share) - y
+        # Each has a single product in its sum.
+        above, below = y * (positive * y + 0.5), 0.5 * (y + (2.0 * negative + 1.0) * grown)
+        return jnp.where(y > 0, above, below).astype(x.dtype)
 
 
 def squared(x: Float[Array, "*sizes"]) -> Float[Array, "*sizes"]:
@@ -294,6 +342,8 @@ def build_mlp(
     """Make the MLP of a family, of the model's width by default."""
     if traits.activation == "relu2":
         return SquaredMLP(config, dtype, rngs, width)
+    if traits.activation == "xielu":
+        return XieluMLP(config, dtype, rngs, width)
     return GatedMLP(config, dtype, rngs, traits, width)
 
 
@@ -311,7 +361,7 @@ class GatedMLP(nnx.Module):
         traits: FamilyTraits = LLAMA_TRAITS,
         width: int | None = None,
     ) -> None:
-        assert traits.activation != "relu2"
+        assert traits.activation not in ("relu2", "xielu")
         self.activation: Activation = traits.activation
         self.split, self.gate_factor = config.split, config.scales.gate
         embed, mlp = config.hidden_size, width or config.intermediate_size

@@ -77,7 +77,8 @@ class Mixer:
 def _attention(
     config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs | None, traits: FamilyTraits, index: int
 ) -> nnx.Module:
-    return Attention(config, dtype, rngs, traits, config.layers.windows[index])
+    window = config.layers.windows[index]
+    return Attention(config.for_layer(index), dtype, rngs, traits, window)
 
 
 def _attend(module: Attention, x: Float[Array, "T D"], inputs: MixerInputs, kept: Kept) -> Mixed:

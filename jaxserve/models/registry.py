@@ -18,18 +18,30 @@ from jaxserve.models.config.stored_quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.strict_json import read_object
 from jaxserve.models.config.wrappers import WRAPPERS, text_fields, wrapper_of
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.families.afmoe import AFMOE
+from jaxserve.models.families.apertus import APERTUS
 from jaxserve.models.families.bamba import BAMBA
 from jaxserve.models.families.cohere import COHERE
 from jaxserve.models.families.deepseek import DEEPSEEK
+from jaxserve.models.families.dots import DOTS
+from jaxserve.models.families.ernie import ERNIE
+from jaxserve.models.families.exaone import EXAONE
+from jaxserve.models.families.flex_olmo import FLEX_OLMO
 from jaxserve.models.families.gemma import GEMMA
 from jaxserve.models.families.glm import GLM
 from jaxserve.models.families.gpt_oss import GPT_OSS
 from jaxserve.models.families.granite import GRANITE
+from jaxserve.models.families.hunyuan import HUNYUAN
+from jaxserve.models.families.laguna import LAGUNA
 from jaxserve.models.families.lfm2 import LFM2
 from jaxserve.models.families.llama import LLAMA
 from jaxserve.models.families.mamba2 import MAMBA2
+from jaxserve.models.families.mimo import MIMO
+from jaxserve.models.families.minimax import MINIMAX
 from jaxserve.models.families.mistral import MISTRAL
 from jaxserve.models.families.mixtral import MIXTRAL
+from jaxserve.models.families.muse_glimmer import MUSE_GLIMMER
+from jaxserve.models.families.nanochat import NANOCHAT
 from jaxserve.models.families.nemotron_h import NEMOTRON_H
 from jaxserve.models.families.olmo import OLMO
 from jaxserve.models.families.phi3 import PHI3
@@ -72,6 +84,18 @@ FAMILIES = (
     QWEN3_5,
     BAMBA,
     MAMBA2,
+    MINIMAX,
+    LAGUNA,
+    MUSE_GLIMMER,
+    ERNIE,
+    EXAONE,
+    HUNYUAN,
+    DOTS,
+    AFMOE,
+    APERTUS,
+    NANOCHAT,
+    MIMO,
+    FLEX_OLMO,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

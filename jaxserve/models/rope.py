@@ -114,7 +114,7 @@ def rope_cos_sin(
             factor = 1.0
 
     def compute(angles: Float[Array, "T pairs"]) -> CosSin:
-        return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+        return jnp.cos(angles) * factor, jnp.sin(angles) * (-factor if rope.backwards else factor)
 
     return rounded_once(compute, angles, positions)
 

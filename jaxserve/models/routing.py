@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.models.config.experts import Experts
+from jaxserve.models.family import Router
 from pallas_kernels import row_sums, sigmoid, softmax
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
-
-Router = Literal["softmax", "sigmoid", "chosen"]
 
 
 def route(
@@ -30,16 +29,18 @@ def route(
         scores: scores of the router, [T, E], in at least float32.
         experts: the number of chosen experts, their groups, and the scaling of weights.
         kind: "softmax": probabilities among all experts (Mixtral, Qwen3-MoE, DeepSeek-V2).
+            "corrected softmax": experts are chosen by the sum with `correction` (ERNIE 4.5).
             "chosen": probabilities among the chosen experts (gpt-oss). "sigmoid": the sigmoid of
             each score (DeepSeek-V3); experts are chosen by its sum with `correction` and weighted
             without it.
-        correction: bias that balances the load of experts, for "sigmoid" only.
+        correction: bias that balances the load of experts, for these two kinds only.
     """
     if kind == "chosen":
         best, chosen = lax.top_k(scores, experts.chosen)
         return softmax(best), chosen
-    if kind == "softmax":
+    if kind != "sigmoid":
         choice = shares = softmax(scores)
+        choice = choice if correction is None else choice + correction
         choice = _in_best_groups(choice, experts, best=1)
     else:
         shares = sigmoid(scores)
@@ -49,7 +50,11 @@ def route(
     weights = jnp.take_along_axis(shares, chosen, axis=-1)
     if experts.normalize:
         total = row_sums(weights)[..., None]
-        weights = weights / (total + experts.sum_eps if kind == "sigmoid" else total)
+        if kind == "sigmoid":
+            total = total + experts.sum_eps
+        elif kind == "corrected softmax":
+            total = jnp.maximum(total, experts.sum_eps)
+        weights = weights / total
     return weights * experts.scaling, chosen
 
 

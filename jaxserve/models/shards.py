@@ -131,6 +131,8 @@ def part_of(
     if split.devices == 1:
         return Part(shape, tuple(((0, size),) for size in shape))
     has_experts = len(axes) > 1 and axes[0] == "experts" and split.expert_parallel
+    if path.startswith("layers."):
+        config = config.for_layer(int(path.split(".")[1]))
     spans: list[tuple[Span, ...]] = []
     for dimension, (name, size) in enumerate(zip(axes, shape, strict=True)):
         divided = name == "experts" and dimension == 0 if has_experts else name in DIVIDED
@@ -215,6 +217,26 @@ def padded_vocab(config: ModelConfig) -> int:
     return -(-config.vocab_size // devices) * devices
 
 
+def check_pages(config: ModelConfig) -> None:
+    """Check that all layers keep pages of equal sizes, and values as long as keys.
+
+    Raises:
+        UnsupportedModel: sizes differ, for which the cache has no pages yet.
+    """
+    problems: list[str] = []
+    if len(kv_heads := sorted(set(config.layers.kv_heads))) > 1:
+        problems.append(f"its layers have {' or '.join(map(str, kv_heads))} kv heads")
+    if config.value_dim not in (None, config.head_dim):
+        problems.append(
+            f"its keys have {config.head_dim} numbers and its values {config.value_dim}"
+        )
+    if problems:
+        raise UnsupportedModel(
+            f"{config.architecture}: {', and '.join(problems)}; allowed: equal sizes of the pages "
+            "of all layers"
+        )
+
+
 def check_split(config: ModelConfig) -> None:
     """Check that the sizes of the model allow the division over devices in `config.split`.
 
@@ -233,7 +255,9 @@ def check_split(config: ModelConfig) -> None:
 
 def _problems(config: ModelConfig) -> Iterator[str]:
     devices, experts = config.split.devices, config.experts
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    kv_heads = config.num_key_value_heads
+    # The first number of query heads that cannot be divided, if layers differ in it.
+    heads = max(config.layers.heads or (config.num_attention_heads,), key=lambda n: n % devices)
     if not config.num_page_layers:
         pass  # without attention
     elif heads % devices:

@@ -1,6 +1,7 @@
 """Tensors that the checkpoints of many families share."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,12 @@ QK_NORMS = (
     WeightName("self_attn.q_norm.weight", "H -> H", "attention.query_norm.scale"),
     WeightName("self_attn.k_norm.weight", "H -> H", "attention.key_norm.scale"),
 )
-# The parts of the fused parameter for gate and up projections.
+# Norms of all heads together.
+WHOLE_NORMS = (
+    WeightName("self_attn.q_norm.weight", "(K G H) -> K G H", "attention.query_norm.scale"),
+    WeightName("self_attn.k_norm.weight", "(K H) -> K H", "attention.key_norm.scale"),
+)
+# The parts of a fused parameter: gate and up projections, query and its gate, key and value.
 GATE, UP = np.s_[..., 0, :], np.s_[..., 1, :]
 
 
@@ -62,6 +68,45 @@ def every_layer(
     ]
 
 
+def by_heads(
+    config: ModelConfig, layer: Callable[[ModelConfig], Sequence[WeightName]]
+) -> list[WeightName]:
+    """Return tensors of every layer where layers differ in the numbers of heads.
+
+    Args:
+        config: configuration of the model.
+        layer: returns the tensors of a layer, given the configuration with its number of heads.
+    """
+    tensors: list[WeightName] = []
+    for index in range(config.num_hidden_layers):
+        sized = config.for_layer(index)
+        group = sized.num_attention_heads // sized.num_key_value_heads
+        for tensor in layer(sized):
+            layout = re.sub(r"\bG\b", f"G{group}", tensor.layout)
+            layout = re.sub(r"\bK\b", f"K{sized.num_key_value_heads}", layout)
+            tensors.append(of_layer(replace(tensor, layout=layout), index))
+    return tensors
+
+
+def model_weights(
+    config: ModelConfig, layer: Sequence[WeightName], experts: Sequence[WeightName] = ()
+) -> list[WeightName]:
+    """Return the tensors of a model whose layers have a dense MLP or experts.
+
+    Args:
+        config: configuration of the model.
+        layer: tensors of every layer, except for its MLP.
+        experts: tensors of the layers with experts.
+    """
+    return [
+        *embedding_weights(config),
+        *every_layer(layer, config),
+        *every_layer(mlp_projections(config), config, sparse=False),
+        *every_layer(experts, config, sparse=True),
+        FINAL_NORM,
+    ]
+
+
 def projections(config: ModelConfig) -> list[WeightName]:
     """Return the tensors (`WeightName`) of one layer's attention and dense MLP, without norms."""
     return [*attention_projections(config), *mlp_projections(config)]
@@ -87,6 +132,33 @@ def attention_projections(config: ModelConfig) -> list[WeightName]:
     return layer
 
 
+def stacked_projections(config: ModelConfig) -> list[WeightName]:
+    """Return the tensors of a layer's attention whose queries, keys and values are one tensor."""
+    q, k, v = fused_qkv(config)
+    qkv, rows = "self_attn.qkv_proj.weight", "(K G H | K H | K H) D"
+    return [
+        WeightName(qkv, f"{rows} -> D K G H", "attention.qkv", q, part=0),
+        WeightName(qkv, f"{rows} -> D K H", "attention.qkv", k, part=1),
+        WeightName(qkv, f"{rows} -> D K H", "attention.qkv", v, part=2),
+        WeightName("self_attn.o_proj.weight", "D (K G H) -> K G H D", "attention.out"),
+    ]
+
+
+def gated_projections() -> list[WeightName]:
+    """Return the tensors of a layer's attention with a gate for each number of a query head.
+
+    The gates are a tensor of their own. There are no biases.
+    """
+    queries, keys = "(K G H) D -> D K G H", "(K H) D -> D K H"
+    return [
+        WeightName("self_attn.q_proj.weight", queries, "attention.query_gate", GATE),
+        WeightName("self_attn.gate_proj.weight", queries, "attention.query_gate", UP),
+        WeightName("self_attn.k_proj.weight", keys, "attention.key_value", GATE),
+        WeightName("self_attn.v_proj.weight", keys, "attention.key_value", UP),
+        WeightName("self_attn.o_proj.weight", "D (K G H) -> K G H D", "attention.out"),
+    ]
+
+
 def mlp_projections(config: ModelConfig) -> list[WeightName]:
     """Return the tensors (`WeightName`) of one layer's dense MLP: the matrices and any biases."""
     layer = [
@@ -98,6 +170,20 @@ def mlp_projections(config: ModelConfig) -> list[WeightName]:
         layer += [
             WeightName("mlp.gate_proj.bias", "F -> F", "mlp.gate_up_bias", GATE),
             WeightName("mlp.up_proj.bias", "F -> F", "mlp.gate_up_bias", UP),
+            WeightName("mlp.down_proj.bias", "D -> D", "mlp.down_bias"),
+        ]
+    return layer
+
+
+def squared_mlp(config: ModelConfig) -> list[WeightName]:
+    """Return the tensors of a layer's dense MLP without gate: the matrices and any biases."""
+    layer = [
+        WeightName("mlp.up_proj.weight", "F D -> D F", "mlp.up"),
+        WeightName("mlp.down_proj.weight", "D F -> F D", "mlp.down"),
+    ]
+    if config.mlp_bias:
+        layer += [
+            WeightName("mlp.up_proj.bias", "F -> F", "mlp.up_bias", (0,)),
             WeightName("mlp.down_proj.bias", "D -> D", "mlp.down_bias"),
         ]
     return layer

@@ -45,8 +45,9 @@ class WeightName:
         name: the tensor's name in the checkpoint.
         layout: its rearrangement, such as "(N H) D -> D N H". The left side is the tensor's shape
             in the checkpoint, with fused dimensions in brackets, and the right side the order of
-            dimensions in the parameter. Bars divide the first bracket into stacked parts: "(K G H |
-            K H | K H) D". The letters are those of `dimensions`.
+            dimensions in the parameter, which may lack a first dimension of 1. Bars divide the
+            first bracket into stacked parts: "(K G H | K H | K H) D". The letters are those of
+            `dimensions`.
         path: the path of the parameter in the model.
         index: the part of the parameter that the tensor fills: all of it, unless several tensors
             are fused.
@@ -96,6 +97,10 @@ class WeightName:
         sizes = self._sizes(dims)
         names = [parts[self.part if len(parts) > 1 else 0] for parts in self._source()]
         source = [name for part in names for name in part]
+        if source[0] == "One" and "One" not in self._side(1).split():
+            sizes_left = tuple(dims[name] for name in source[1:])
+            yield Block((0, 1), sizes_left, tuple(range(len(sizes_left))), (...,))
+            return
         order = tuple(source.index(name) for name in self._side(1).split())
         shape = tuple(dims[name] for name in source)
         first = sum(sizes[0][: self.part]) if len(sizes[0]) > 1 else 0
@@ -128,11 +133,13 @@ class WeightName:
 def dimensions(config: ModelConfig) -> dict[str, int]:
     """Return a dict from each letter in `WeightName.layout` to its size in a model.
 
-    G is the number of query heads of each kv head. There are E experts of width M and a shared one
-    of width S. P is the pair of gate and up projections. Latent attention has latents of ranks L
-    (queries) and C (keys and values); J is C plus the rotated part. Its heads have sizes A (queries
-    and keys), B (the part of keys and values that is projected from their latent) and U (values).
-    A short convolution has W taps for each of Y channels. X is the triple of its projections.
+    G is the number of query heads of each kv head. If layers differ in it, G3 is 3, and K2 is 2 kv
+    heads. There are E
+    experts of width M and a shared one of width S. P is the pair of gate and up projections. Latent
+    attention has latents of ranks L (queries) and C (keys and values); J is C plus the rotated
+    part. Its heads have sizes A (queries and keys), B (the part of keys and values that is
+    projected from their latent) and U (values). A short convolution has W taps for each of Y
+    channels. X is the triple of its projections. One is 1.
     """
     sizes = {
         "V": config.vocab_size,
@@ -142,9 +149,17 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         "G": config.num_attention_heads // config.num_key_value_heads,
         "H": config.head_dim,
         "P": 2,
+        "One": 1,
     }
+    for index in range(config.num_hidden_layers if config.has_own_heads else 0):
+        layer = config.for_layer(index)
+        kv_heads = layer.num_key_value_heads
+        group = layer.num_attention_heads // kv_heads
+        sizes |= {f"G{group}": group, f"K{kv_heads}": kv_heads}
+    if config.value_dim is not None:
+        sizes["U"] = config.value_dim
     if config.recurrent is not None:
-        sizes |= {"One": 1, "W": config.recurrent.width}
+        sizes["W"] = config.recurrent.width
     if isinstance(config.recurrent, ShortConvSizes):
         sizes |= {"X": 3, "Y": config.recurrent.channels}
     if isinstance(mamba := config.recurrent, Mamba2Sizes):

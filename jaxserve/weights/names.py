@@ -15,10 +15,14 @@ from jaxserve.weights.safetensors import FLOATS, TensorEntry, read_blocks
 
 logger = logging.getLogger(__name__)
 
-# Modules that predict further tokens (Qwen3.5, Nemotron 3). They are not read.
-FURTHER = "mtp."
-# Rotary frequencies. Old versions of Transformers stored them, but the config determines them.
-COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# Modules that predict further tokens (Qwen3.5, Nemotron 3, MiMo). They are not read.
+FURTHER = ("mtp.", "model.mtp.")
+# Rotary frequencies, which old versions of Transformers stored, and constants of an activation
+# (Apertus). The config determines both.
+COMPUTED = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    r"|model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)"
+)
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 OUTPUT = "lm_head.weight"
 
@@ -94,7 +98,7 @@ def match_names(
     present = {
         name: entry
         for name, entry in tensors.items()
-        if not COMPUTED.fullmatch(name) and not name.startswith((*further, FURTHER))
+        if not COMPUTED.fullmatch(name) and not name.startswith((*further, *FURTHER))
     }
     if config.tie_word_embeddings:
         present.pop(OUTPUT, None)

@@ -103,6 +103,28 @@ def exp2(code: Code, x: Any) -> Any:
     return code.select(code.fcmp_ordered("<", x, least), filled(x.type, 0.0), value)
 
 
+def exp_down(code: Code, x: Any) -> Any:
+    """Emit LLVM IR that computes exp(-|x|), which does not overflow."""
+    size = code.intrinsic(f"llvm.fabs.{suffix(x.type)}", x.type, [x])
+    return exp2(code, code.fmul(size, filled(x.type, -LOG2_E)))
+
+
+def softplus(code: Code, x: Any) -> Any:
+    """Emit LLVM IR that computes log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)).
+
+    log1p(u) is 2 artanh(z) with z = u / (2 + u), at most 1/3, by the series of artanh.
+    """
+    power = exp_down(code, x)
+    z = code.fdiv(power, code.fadd(power, filled(x.type, 2.0)))
+    square = code.fmul(z, z)
+    terms = 17 if x.type.element == ir.DoubleType() else 8
+    series = filled(x.type, 1.0 / (2 * terms - 1))
+    for nth in reversed(range(terms - 1)):
+        series = code.multiply_add(series, square, filled(x.type, 1.0 / (2 * nth + 1)))
+    logarithm = code.fmul(code.fmul(z, filled(x.type, 2.0)), series)
+    return code.fadd(code.larger(filled(x.type, 0.0), x), logarithm)
+
+
 def tanh(code: Code, x: Any) -> Any:
     """Emit LLVM IR that computes tanh(x) of a vector x of floats. Return the IR vector.
 

@@ -20,13 +20,13 @@ import jax
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu.arithmetic import LOG2_E, exp2, float_type, stored_type, widened
+from pallas_kernels.cpu.arithmetic import LOG2_E, exp2, float_type, softplus, stored_type, widened
 from pallas_kernels.cpu.ffi import NAMES, Host, host, registered
 from pallas_kernels.cpu.handler import Field, part_bounds
 from pallas_kernels.cpu.ir_builder import Code, const, filled
 
 Summed = Literal["numbers", "squares", "exps"]
-Shared = Literal["softmax", "sigmoid"]
+Shared = Literal["softmax", "sigmoid", "softplus"]
 Fold = Callable[[Any, Any], Any]
 Vectors = Callable[[Any, int], Any]  # (index, lanes) -> numbers of a row from the index on
 
@@ -221,7 +221,7 @@ class RowSums(OneOperandKernel):
 
 @dataclass(frozen=True)
 class RowShares(OneOperandKernel):
-    """CPU kernel (generator of LLVM IR) for the softmax of rows, or the sigmoid of every number.
+    """CPU kernel (generator of LLVM IR) for the softmax of rows, or a function of every number.
 
     The numbers are "float64" or "float32".
     """
@@ -245,6 +245,8 @@ class RowShares(OneOperandKernel):
     def _shares(self, code: Code, x: Any, top: Any, total: Any) -> Any:
         if self.shared == "softmax":
             return code.fdiv(_exp(code, x, top), code.splat(total, x.type.count))
+        if self.shared == "softplus":
+            return softplus(code, x)
         exponent = code.fmul(x, filled(x.type, -LOG2_E))
         exponent = code.smaller(exponent, filled(x.type, MOST_EXPONENT))
         unit = filled(x.type, 1.0)
@@ -263,9 +265,9 @@ def row_sums(x: jax.Array, term: Summed = "numbers") -> jax.Array:
 
 
 def row_shares(x: jax.Array, shared: Shared) -> jax.Array:
-    """Compute the softmax of the rows of x [..., D], or the sigmoid of its numbers, on CPU.
+    """Compute the softmax of the rows of x [..., D], or a function of its numbers, on CPU.
 
-    `shared` is "softmax" or "sigmoid". Returns an array of the shape and dtype of x.
+    `shared` is "softmax", "sigmoid" or "softplus". Returns an array of the shape and dtype of x.
     """
     kernel = RowShares(np.dtype(x.dtype).name, shared)
     rows = x.reshape(-1, x.shape[-1])

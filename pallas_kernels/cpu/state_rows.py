@@ -8,8 +8,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.arithmetic import LOG2_E, bfloat16_bits, exp2, float_type
-from pallas_kernels.cpu.ir_builder import I32, I64, Code, const, filled, suffix
+from pallas_kernels.cpu.arithmetic import bfloat16_bits, exp_down, float_type, softplus
+from pallas_kernels.cpu.ir_builder import I32, I64, Code, const, filled
 from pallas_kernels.cpu.row_sums import RowKernel
 
 ROWS = 5  # arrays of `pallas_kernels.states.StateRows`
@@ -95,23 +95,11 @@ class StateKernel(RowKernel):
 
     def decay(self, code: Code, x: Any) -> Any:
         """Generate code that computes exp(-|x|), which does not overflow."""
-        size = code.intrinsic(f"llvm.fabs.{suffix(x.type)}", x.type, [x])
-        return exp2(code, code.fmul(size, filled(x.type, -LOG2_E)))
+        return exp_down(code, x)
 
     def softplus(self, code: Code, x: Any) -> Any:
-        """Generate code that computes log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)).
-
-        log1p(u) is 2 artanh(z) with z = u / (2 + u), at most 1/3, by the series of artanh.
-        """
-        power = self.decay(code, x)
-        z = code.fdiv(power, code.fadd(power, filled(x.type, 2.0)))
-        square = code.fmul(z, z)
-        terms = 17 if self.sums.itemsize == 8 else 8
-        series = filled(x.type, 1.0 / (2 * terms - 1))
-        for nth in reversed(range(terms - 1)):
-            series = code.multiply_add(series, square, filled(x.type, 1.0 / (2 * nth + 1)))
-        logarithm = code.fmul(code.fmul(z, filled(x.type, 2.0)), series)
-        return code.fadd(code.larger(filled(x.type, 0.0), x), logarithm)
+        """Generate code that computes log(1 + exp(x))."""
+        return softplus(code, x)
 
     def row_of(self, code: Code, tables: Sequence[Any], number: Any) -> StateRow:
         """Generate code that reads a row's tokens and places from the arrays of a `StateRows`."""

@@ -21,6 +21,7 @@ CASES = [
     "cohere2_tied",
     "glm4_half_rotated",
     "gemma_head_dim",
+    "laguna_heads_by_layer",
     "mistral_window",  # on every layer: pages that it has left are given back
 ]
 # Steps of a launch: several of them take the same layers in a loop, and leave pages at once.

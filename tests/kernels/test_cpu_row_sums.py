@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import row_ops, row_sums, sigmoid, softmax
+from pallas_kernels import row_ops, row_sums, sigmoid, softmax, softplus
 from pallas_kernels.cpu import row_sums as cpu_sums
 from tests.support.fast_compile import FAST
 
@@ -107,8 +107,12 @@ def softmax_of(x: np.ndarray) -> np.ndarray:
     return exps / exps.sum(axis=-1, keepdims=True)
 
 
+def softplus_of(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+
+
 SHARES = pytest.mark.parametrize(
-    ("function", "plain"), [(softmax, softmax_of), (sigmoid, sigmoid_of)]
+    ("function", "plain"), [(softmax, softmax_of), (sigmoid, sigmoid_of), (softplus, softplus_of)]
 )
 
 

@@ -6,32 +6,19 @@ from typing import Any
 
 import transformers
 
-LLAMA3_SCALING = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 4.0,
-    "beta_slow": 0.5,
-}
-LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0}
-# For 3 rotated pairs.
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 100.0,
-    "short_factor": [1.0, 1.1, 1.3],
-    "long_factor": [1.0, 2.0, 5.0],
-    "original_max_position_embeddings": 32,
-}
+from tests.models.rope_cases import (
+    CONV,
+    DYNAMIC,
+    FULL,
+    LINEAR,
+    LLAMA3_SCALING,
+    LOCAL_ROPE,
+    LONGROPE,
+    SLIDING,
+    YARN,
+)
+from tests.models.trait_cases import COMPUTED_BY, TRAIT_CASES, TRAIT_FAMILIES, wrapped
+
 EXPERTS = {
     "num_key_value_heads": 4,
     "n_routed_experts": 6,
@@ -47,7 +34,6 @@ EXPERTS = {
     "v_head_dim": 10,
 }
 COHERE = {"layer_norm_eps": 1e-3, "logit_scale": 0.8, "tie_word_embeddings": True}
-LOCAL_ROPE = {"rope_type": "default", "rope_theta": 50.0}
 PROPORTIONAL = {
     "full_attention": {
         "rope_type": "proportional",
@@ -56,7 +42,6 @@ PROPORTIONAL = {
     },
     "sliding_attention": LOCAL_ROPE,
 }
-FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
 
 DELTA = {
     "head_dim": 16,
@@ -308,6 +293,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Read as "gelu_pytorch_tanh", which its first files meant.
     "gemma": ("Gemma", {"head_dim": 12, "hidden_act": "gelu"}),
+    **TRAIT_FAMILIES,
 }
 
 # Every case exercises other settings, and has H != D / N or K < N somewhere.
@@ -781,6 +767,7 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": [FULL, SLIDING],
         "head_dim": 16,
     },
+    **TRAIT_CASES,
 }
 
 
@@ -802,8 +789,8 @@ ONE_LAYER = frozenset(
 
 
 def family_of(case: str) -> str:
-    """Return the family that a case's name begins with."""
-    return next(family for family in FAMILIES if case.startswith(family))
+    """Return the family that a case's name begins with: the longest of several."""
+    return max((family for family in FAMILIES if case.startswith(family)), key=len)
 
 
 def fields_of(case: str) -> dict[str, Any]:
@@ -825,10 +812,14 @@ def transformers_config(case: str, sizes: Mapping[str, Any] = MappingProxyType({
     """Return Transformers' configuration of a case, with some sizes changed."""
     name, _ = FAMILIES[family_of(case)]
     name = f"{name}Text" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else name
-    return getattr(transformers, f"{name}Config")(**{**fields_of(case), **sizes})
+    fields = {**fields_of(case), **sizes}
+    return wrapped(name, fields) or getattr(transformers, f"{name}Config")(**fields)
 
 
 def transformers_model(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return Transformers' model of a case, with its own random weights."""
     name, _ = FAMILIES[family_of(case)]
-    return getattr(transformers, f"{name}ForCausalLM")(transformers_config(case, sizes))
+    config = transformers_config(case, sizes)
+    name = COMPUTED_BY.get(name, name)
+    name += "ForConditionalGeneration" if hasattr(config, "text_config") else "ForCausalLM"
+    return getattr(transformers, name)(config)

@@ -57,6 +57,10 @@ LARGE = {
 }
 
 
+# Fields with a value for each layer.
+BY_LAYER = ("layer_types", "layers_block_type", "num_attention_heads_per_layer")
+
+
 @dataclass(frozen=True)
 class Row:
     """The measurements of one family."""
@@ -101,7 +105,7 @@ def loading(family: str) -> tuple[int, float]:
     """Return the number of parameters, and the seconds of the faster of two reads."""
     case = next(case for case in CASES if family_of(case) == family)
     sizes = dict(LARGE)
-    for name in ("layer_types", "layers_block_type"):
+    for name in BY_LAYER:
         if kinds := fields_of(case).get(name):
             sizes[name] = list(islice(cycle(kinds), LARGE["num_hidden_layers"]))
     if "num_heads" in FAMILIES[family][1]:  # Mamba 2, whose width is twice the model's

@@ -56,6 +56,8 @@ def test_gguf_files_are_read_as_architectures_that_exist():
     assert {rules.name for rules in GGUF_RULES.values()} <= ARCHITECTURES.keys()
 
 
+# Architectures whose configuration in Transformers is that of the text in a wrapper.
+TEXTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer", "Glm4v", "Glm4vMoe")
 # Required settings of latent attention and experts.
 NEEDED = {
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
@@ -65,6 +67,16 @@ NEEDED = {
     "Mamba2ForCausalLM": {"num_key_value_heads": None},
     "OlmoHybridForCausalLM": {"num_key_value_heads": 30},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+    "NanoChatForCausalLM": {"num_key_value_heads": 6},
+    "Glm4vMoeForCausalLM": {"num_key_value_heads": 8, "num_attention_heads": 64},
+    "Dots1ForCausalLM": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 32,
+        "head_dim": 144,
+    },
+    "HunYuanDenseV1ForCausalLM": {"head_dim": 128},
 }
 
 
@@ -72,7 +84,7 @@ NEEDED = {
 def test_what_transformers_writes_is_read(architecture, tmp_path):
     """Reads the sizes that Transformers fills in, except fields that belong to one model only."""
     name = architecture.removesuffix("ForCausalLM")
-    name += "Text" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else ""
+    name += "Text" if name in TEXTS else ""
     needed = {"num_key_value_heads": 4} | NEEDED.get(architecture, {})
     written = getattr(transformers, f"{name}Config")(
         architectures=[architecture], dtype="bfloat16", vocab_size=300_000, **needed
@@ -81,7 +93,7 @@ def test_what_transformers_writes_is_read(architecture, tmp_path):
     config = read_model_config(tmp_path)
     assert config.architecture == architecture
     for field in ("hidden_size", "num_hidden_layers", "tie_word_embeddings"):
-        assert getattr(config, field) == getattr(written, field)
+        assert getattr(config, field) == getattr(written, field, False)
     assert config.rms_norm_eps == getattr(written, ARCHITECTURES[architecture].config.norm_eps)
     assert config.dtype == "bfloat16"
     if config.local_rope is None and any(config.layers.rotary):

@@ -71,7 +71,7 @@ def test_leaves_are_few_and_abstract_ones_take_no_memory(model):
     [
         *("llama_biases", "qwen3_tied_bias", "olmo3_yarn", "gemma3_two_bases"),
         *("qwen3_moe_window_bias", "gpt_oss_alternate", "deepseek_v3_bias_yarn_tied"),
-        *("cohere_qk_norm_bias_head_dim", "cohere2_tied"),
+        *("cohere_qk_norm_bias_head_dim", "cohere2_tied", "muse_glimmer_every_fourth"),
     ],
 )
 def test_every_parameter_names_its_axes(checkpoints, case):
@@ -148,6 +148,8 @@ def test_padding_changes_nothing(checkpoints, case):
         ("gemma3_tied_linear", jnp.bfloat16, 19),
         ("cohere_qk_norm_untied", jnp.bfloat16, 19),
         ("cohere2_tied", jnp.float16, 19),
+        ("muse_glimmer_tied_listed", jnp.bfloat16, 19),
+        ("laguna_heads_by_layer", jnp.bfloat16, 19),
         ("gpt_oss_truncated_tied", jnp.bfloat16, 19),  # all experts: swapping is not allowed
     ],
 )
@@ -182,6 +184,7 @@ def test_norms_round_where_those_of_transformers_do(traits, module):
         reference.weight.copy_(scale)
         want = reference(x.bfloat16()).float().numpy()
     norm = Norm((64,), ("embed",), 1e-5, jnp.bfloat16, traits)
+    assert norm.scale is not None
     norm.scale[...] = jnp.asarray(scale.numpy(), jnp.bfloat16)
     got = np.asarray(norm(jnp.asarray(x.numpy(), jnp.bfloat16)), np.float32)
     assert (got == want).mean() > 0.99
@@ -191,6 +194,7 @@ def test_norms_round_where_those_of_transformers_do(traits, module):
     "case",
     [
         *("llama3_rope", "deepseek_v3_groups", "cohere_qk_norm_untied"),
+        *("laguna_tied_cap", "apertus_llama3", "nanochat_cap"),
         # Norms and rotations of the case before in three layers, of which one does not rotate.
         pytest.param("cohere2_tied", marks=pytest.mark.long),
     ],

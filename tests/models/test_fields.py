@@ -18,6 +18,7 @@ from jaxserve.models.registry import ARCHITECTURES
 from pallas_kernels import grouped_matmul, ragged_paged_attention
 from tests.models.cases import CASES, FULL, SLIDING, family_of, fields_of
 from tests.models.tiny_models import load, reference_logits
+from tests.models.trait_changes import TRAIT_CHANGES, TRAIT_WITHOUT_MLP
 from tests.support.fast_compile import FAST
 from tests.support.paged_runner import PagedRunner
 from tests.support.quick_operations import quick_operations
@@ -534,9 +535,15 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.full_attention.rope_theta": 600.0},
         {"rope_parameters.sliding_attention.rope_theta": 600.0},
     ],
+    **TRAIT_CHANGES,
 }
 # All layers have experts, whose width is another field.
-WITHOUT_MLP = ("qwen3_5_moe_two_a_key", "qwen3_next_two_a_key", "mamba2_two_groups")
+WITHOUT_MLP = (
+    "qwen3_5_moe_two_a_key",
+    "qwen3_next_two_a_key",
+    "mamba2_two_groups",
+    *TRAIT_WITHOUT_MLP,
+)
 CHANGES = [
     *[
         (case, change)
@@ -547,6 +554,8 @@ CHANGES = [
     ],
     *[(case, change) for case, changes in PARTICULAR.items() for change in changes],
 ]
+# Fields of a wrapper.
+OUTER = ("architectures", "tie_word_embeddings")
 # They bound requests or end them, and change no logit (but see dynamic and LongRoPE above).
 NO_OUTPUT = {"max_position_embeddings", "dtype", "eos_token_id", "bos_token_id"}
 
@@ -565,11 +574,11 @@ def without_rope(names: set[str]) -> set[str]:
 
 
 def changed(raw: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with some fields set to other values."""
+    """Return a config.json with some fields, of the text in a wrapper, set to other values."""
     raw = deepcopy(raw)
     for path, value in change.items():
         *outer, key = path.split(".")
-        inner = raw
+        inner = raw if path in OUTER or "text_config" not in raw else raw["text_config"]
         for step in outer:
             inner = inner[step]
         inner[key] = value
@@ -583,15 +592,15 @@ def test_every_field_read_is_changed_once(checkpoints):
         written, unread = set(), set()
         for case in cases:
             raw = json.loads((checkpoints[case][0] / "config.json").read_text())
-            written |= leaves(raw)
-            unread |= (
-                IGNORED | NEUTRAL.keys() | ARCHITECTURES[raw["architectures"][0]].config.ignored
-            )
+            written |= leaves(raw.get("text_config", raw))
+            rules = ARCHITECTURES[read_model_config(checkpoints[case][0]).architecture].config
+            unread |= IGNORED | NEUTRAL.keys() | rules.ignored
         asked = {key for case, change in CHANGES if case in cases for key in change}
         assert without_rope(written) - unread - NO_OUTPUT - asked == set(), family
         rope_read |= {name.split(".")[-1] for name in written - without_rope(written)}
         rope_changed |= {name.split(".")[-1] for name in asked}
-    assert rope_read <= rope_changed
+    # The sections of a head have equal positions in a text.
+    assert rope_read - {"mrope_section"} <= rope_changed
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,8 +7,17 @@ import pytest
 
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models import ModelConfig, abstract_model, parse_model_config
-from jaxserve.models.shards import Split, check_split, group_of, padded_vocab, part_of, parts_of
+from jaxserve.models.shards import (
+    Split,
+    check_pages,
+    check_split,
+    group_of,
+    padded_vocab,
+    part_of,
+    parts_of,
+)
 from jaxserve.weights.model_weights import parameters_of
+from tests.models.test_published_traits import LAGUNA, MIMO
 from tests.support.tiny_config import TINY
 
 
@@ -91,3 +100,23 @@ def test_sizes_that_do_not_divide_are_named(sizes: dict[str, int], devices: int,
     with pytest.raises(UnsupportedModel, match=expected):
         check_split(over(tiny_config(**{"num_attention_heads": 8, **sizes}), devices))
     check_split(over(tiny_config(), 1))
+
+
+def test_layers_with_different_numbers_of_query_heads_are_divided_each_by_its_own():
+    config = over(parse_model_config(LAGUNA), 16)  # two devices for each kv head
+    axes = ("embed", "kv_heads", "group", "head_dim")
+    shapes = {"layers.0": (3, 8, 48 // 8 + 2, 2), "layers.1": (3, 8, 64 // 8 + 2, 2)}
+    for path, shape in shapes.items():
+        part = part_of(config, axes, shape, 1, f"{path}.attention.qkv")
+        half = (shape[2] - 2) // 2
+        assert part.spans[2] == ((half, 2 * half), (2 * half, shape[2]))
+    check_split(config)
+    with pytest.raises(UnsupportedModel, match="num_attention_heads is 48"):
+        check_split(over(config, 32))
+
+
+def test_pages_of_different_sizes_are_refused():
+    check_pages(parse_model_config(LAGUNA))
+    message = "its layers have 4 or 8 kv heads, and its keys have 192 numbers and its values 128"
+    with pytest.raises(UnsupportedModel, match=message):
+        check_pages(parse_model_config(MIMO))

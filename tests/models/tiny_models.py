@@ -23,7 +23,7 @@ def hugging_face_model(case: str) -> Any:
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "alpha_p", "alpha_n")):
                 parameter += 0.3 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias")):

@@ -81,8 +81,10 @@ LEFT_OUT = {
 }
 # Not in Transformers under this name, or not as a model of text alone.
 ABSENT = {
+    "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration",
     "InternVLChatModel", "KimiK25ForConditionalGeneration", "KimiVLForConditionalGeneration",
-    "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
+    "MuseGlimmerForConditionalGeneration", "Qwen2_5OmniForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration",
 }  # fmt: skip
 CASES = [name for name in WRAPPERS if name not in ABSENT]
 

@@ -87,16 +87,22 @@ class Oracle:
         x = w["embedding.table"][tokens] if "embedding.table" in w else project[:, tokens].T
         scales = config.scales
         x = x * scales.embedding
+        if self._traits.norm_embedding:
+            x = self._norm(x, np.ones(config.hidden_size), offset=0.0)
+        after = config.out_norm_eps
         for index, layer in enumerate(self._layers):
             if config.mixers_of(index):
                 normed = self._normed(x, layer, "attention_norm")
                 y = self._mixed(index, layer, normed)
-                x = x + scales.residual * self._normed(y, layer, "attention_out_norm")
+                x = x + scales.residual * self._normed(y, layer, "attention_out_norm", after)
             if config.has_mlp(index):
                 y = scales.mlp * self._mlp(self._normed(x, layer, "mlp_norm"), layer)
-                x = x + scales.residual * self._normed(y, layer, "mlp_out_norm")
-        logits = self._norm(x, w["norm.scale"]) @ project
-        return logits / scales.logit_divisor * scales.logit_factor
+                x = x + scales.residual * self._normed(y, layer, "mlp_out_norm", after)
+        offset = None if self._traits.final_offset else 0.0
+        logits = self._norm(x, w.get("norm.scale", np.ones(x.shape[-1])), offset=offset) @ project
+        logits = logits / scales.logit_divisor * scales.logit_factor
+        cap = scales.logit_cap
+        return logits if cap is None else np.tanh(logits / cap) * cap
 
     def _mixed(self, index: int, layer: dict[str, Array], x: Array) -> Array:
         """Return the sum of the results of a layer's mixers for normalized tokens."""
@@ -110,7 +116,9 @@ class Oracle:
             rope, window = config.rope_of(index), config.layers.windows[index]
             turns = rope_frequencies(rope or config.rope, config.head_dim) * (rope is not None)
             angles = np.arange(len(x))[:, None] * turns
-            turns = np.cos(angles), np.sin(angles)
+            factor = getattr(rope and rope.scaling, "attention_factor", 1.0)
+            sign = -1 if rope is not None and rope.backwards else 1
+            turns = factor * np.cos(angles), sign * factor * np.sin(angles)
             results.append(after * self._attention(before * x, layer, *turns, window))
         return np.sum(results, axis=0)
 
@@ -130,11 +138,14 @@ class Oracle:
         experts = self._config.experts
         assert experts is not None
         scores = x @ layer["mlp.router"]
+        if experts.score_cap:
+            scores = np.tanh(scores / experts.score_cap) * experts.score_cap
         if self._traits.router == "sigmoid":
             shares = 1 / (1 + np.exp(-scores))
             ranks = _within_groups(shares + layer.get("mlp.correction", 0), experts)
         else:
-            shares = ranks = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
+            shares = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
+            ranks = shares + layer.get("mlp.correction", 0)
         inputs = x @ layer["mlp.before"] if "mlp.before" in layer else x
         mixed = np.zeros_like(inputs)
         for token, share in enumerate(shares):
@@ -151,14 +162,30 @@ class Oracle:
                 mixed[token] += experts.scaling * share[one] / total * y[0]
         return mixed @ layer["mlp.after"] if "mlp.after" in layer else mixed
 
-    def _norm(self, x: Array, scale: Array) -> Array:
+    def _norm(
+        self, x: Array, scale: Array, eps: float | None = None, offset: float | None = None
+    ) -> Array:
+        """Return the norm of x. The model's epsilon and offset are the defaults."""
         mean = np.mean(x * x, axis=tuple(range(-scale.ndim, 0)), keepdims=True)
-        return x / np.sqrt(mean + self._config.rms_norm_eps) * (scale + self._traits.norm_offset)
+        offset = self._traits.norm_offset if offset is None else offset
+        return x / np.sqrt(mean + (eps or self._config.rms_norm_eps)) * (scale + offset)
 
-    def _normed(self, x: Array, layer: dict[str, Array], name: str) -> Array:
+    def _normed(
+        self, x: Array, layer: dict[str, Array], name: str, eps: float | None = None
+    ) -> Array:
         """Return the norm of x by name, or x if the layer has no such norm."""
         scale = layer.get(f"{name}.scale")
-        return x if scale is None else self._norm(x, scale)
+        if not self._traits.norm_scales and name in ("attention_norm", "mlp_norm"):
+            scale = np.ones(x.shape[-1])
+        return x if scale is None else self._norm(x, scale, eps)
+
+    def _heads_normed(self, query: Array, key: Array, layer: dict[str, Array]) -> list[Array]:
+        """Return queries and keys normalized by heads, if the model has these norms."""
+        if self._traits.qk_norm == "unscaled":
+            one = np.ones(query.shape[-1])
+            return [self._norm(x, one, offset=0.0) for x in (query, key)]
+        names = zip(("query", "key"), (query, key), strict=True)
+        return [self._normed(x, layer, f"attention.{name}_norm") for name, x in names]
 
     def _attention(
         self, x: Array, layer: dict[str, Array], cos: Array, sin: Array, window: int | None
@@ -170,14 +197,23 @@ class Oracle:
             both = np.tensordot(x, layer["attention.query_gate"], 1)
             pair = np.tensordot(x, layer["attention.key_value"], 1)
             query, gate, key, value = both[..., 0, :], both[..., 1, :], pair[:, :, 0], pair[:, :, 1]
+        elif "attention.value" in layer:
+            qk = np.tensordot(x, layer["attention.qkv"], 1)
+            value = self._config.scales.value * np.tensordot(x, layer["attention.value"], 1)
+            query, key = qk[:, :, :-1], qk[:, :, -1]
         else:
             qkv = np.tensordot(x, layer["attention.qkv"], 1) + layer.get("attention.qkv_bias", 0)
             query, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
-        if "attention.query_norm.scale" in layer:
-            query = self._norm(query, layer["attention.query_norm.scale"])
-            key = self._norm(key, layer["attention.key_norm.scale"])
+        if not self._traits.norm_after_rotation:
+            query, key = self._heads_normed(query, key, layer)
+        if self._traits.interleaved:
+            size = 2 * cos.shape[-1]
+            order = [*range(0, size, 2), *range(1, size, 2), *range(size, query.shape[-1])]
+            query, key = query[..., order], key[..., order]
         query = _rotated(query, cos[:, None, None], sin[:, None, None])
         key = _rotated(key, cos[:, None], sin[:, None])
+        if self._traits.norm_after_rotation:
+            query, key = self._heads_normed(query, key, layer)
         key, value = self._through_cache(key), self._through_cache(value)
         # Query heads by the head of keys that they share: [K, G, T, H] and [K, 1, T, H].
         query = query.transpose(1, 2, 0, 3)
@@ -188,10 +224,16 @@ class Oracle:
         if window is not None:
             seen &= ~np.tri(len(x), k=-window, dtype=bool)
         scores = np.where(seen, scores, -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
+        top = scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        if "attention.sinks" in layer:
+            total += np.exp(layer["attention.sinks"][..., None, None] - top)
+        weights /= total
         mixed = (weights @ value).transpose(2, 0, 1, 3)
-        mixed = mixed if gate is None else mixed / (1 + np.exp(-gate))
+        if gate is not None:
+            is_soft = self._traits.gate_activation == "softplus"
+            mixed = mixed * (np.log1p(np.exp(gate)) if is_soft else 1 / (1 + np.exp(-gate)))
         return np.tensordot(mixed, layer["attention.out"], 3) + layer.get("attention.out_bias", 0)
 
     def answer(
@@ -277,7 +319,13 @@ def _dense(x: Array, layer: dict[str, Array], name: str, factor: float = 1.0) ->
         down = layer.get(f"{name}.down_bias", 0)
         return _gated(x, gate_up, layer[f"{name}.down"], bias, factor) + down
     hidden = x @ layer[f"{name}.up"] + layer.get(f"{name}.up_bias", np.zeros((1, 1)))
-    return np.maximum(hidden, 0) ** 2 @ layer[f"{name}.down"] + layer.get(f"{name}.down_bias", 0)
+    if f"{name}.curves" in layer:
+        positive, negative = np.log1p(np.exp(layer[f"{name}.curves"])) + np.array([0, 0.5])
+        below = negative * (np.expm1(np.minimum(hidden, -1e-6)) - hidden)
+        hidden = np.where(hidden > 0, positive * hidden**2, below) + hidden / 2
+    else:
+        hidden = np.maximum(hidden, 0) ** 2
+    return hidden @ layer[f"{name}.down"] + layer.get(f"{name}.down_bias", 0)
 
 
 def _within_groups(ranks: Array, experts: Experts) -> Array:

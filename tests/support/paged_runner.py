@@ -43,15 +43,18 @@ class PagedRunner:
         order = np.random.default_rng(0).permutation(np.arange(1, num_pages))
         self._own_pages = order.reshape(pages_per_row, self.num_rows).T.astype(np.int32)
         self.page_table = self._own_pages.copy()
-        shape = (num_pages, config.num_key_value_heads, self.page_size, config.head_dim)
-        pages = np.zeros(shape, self.model.norm.scale.dtype)
-        pages[0] = np.nan
-        exact = (
-            np.promote_types(pages.dtype, np.float32) if pages.dtype != "bfloat16" else np.float32
-        )
+        dtype = self.model.norm.dtype
+
+        def pages(index: int) -> jax.Array:
+            heads = config.for_layer(index).num_key_value_heads
+            array = np.zeros((num_pages, heads, self.page_size, config.head_dim), dtype)
+            array[0] = np.nan
+            return jnp.array(array)
+
+        exact = np.promote_types(dtype, np.float32) if dtype != "bfloat16" else np.float32
         self.kept = [
             Kept(
-                (jnp.array(pages), jnp.array(pages)) if config.has_pages(index) else (),
+                (pages(index), pages(index)) if config.has_pages(index) else (),
                 tuple(
                     jnp.full((2 * self.num_rows, *part.shape), np.nan, exact)
                     for part in config.states_of(index)
@@ -69,7 +72,7 @@ class PagedRunner:
             return model.logits(hidden), kept
 
         # Some products of 16-bit numbers need the fusions that are quick to leave out.
-        narrow = self.model.norm.scale.dtype.itemsize < 4
+        narrow = self.model.norm.dtype.itemsize < 4
         options = {"xla_backend_optimization_level": 0} if narrow else FAST
         self._forward = jax.jit(forward, compiler_options=options) if self.whole else forward
         self._leaves = leaves

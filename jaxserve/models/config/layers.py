@@ -21,12 +21,16 @@ class LayerTable:
         mixers: names of each layer's mixers (see `models.mixers`), which read the same input and
             whose results are added. Empty: every layer has attention alone.
         mlps: whether each layer has an MLP or experts. Empty: every layer has.
+        heads: number of query heads of each layer. Empty: all layers have as many.
+        kv_heads: the same for heads of keys and values.
     """
 
     windows: tuple[int | None, ...]
     rotary: tuple[bool, ...]
     mixers: tuple[tuple[str, ...], ...] = ()
     mlps: tuple[bool, ...] = ()
+    heads: tuple[int, ...] = ()
+    kv_heads: tuple[int, ...] = ()
 
 
 # Reads a LayerTable, given the fields and the number of layers.
@@ -106,6 +110,17 @@ def by_switch(fields: Fields, layers: int) -> LayerTable:
         "max_window_layers", 0, MAX_LAYERS, default=0 if fields.has("layer_types") else None
     )
     return _table(fields, window, [index >= first for index in range(layers)])
+
+
+def from_one_layer(fields: Fields, layers: int) -> LayerTable:
+    """Return a LayerTable with the window `sliding_window` in the layers that `layer_types` names.
+
+    Without `layer_types`, the layers from index `max_window_layers` on have the window, by default
+    none.
+    """
+    first = fields.integer("max_window_layers", 0, MAX_LAYERS, default=layers)
+    window = _window(fields)
+    return _table(fields, window, [window is not None and i >= first for i in range(layers)])
 
 
 def one_switched_window(fields: Fields, layers: int) -> LayerTable:

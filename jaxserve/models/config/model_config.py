@@ -91,11 +91,13 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 class ModelConfig:
     """Shapes and constants of a model, under the names of config.json.
 
-    `rms_norm_eps` is the epsilon of every norm, under any name in the family's config.json.
+    `rms_norm_eps` is the epsilon of every norm, under any name in the family's config.json, except
+    for norms of the results of attention and MLP if `out_norm_eps` is not None.
     `use_qk_norm` is the switch of families that have one. `dtype` is the dtype that the checkpoint
     declares, by default "float32". `local_rope` is the rotary embedding of layers with a window, if
     it differs. `attention_bias` applies to queries, keys and values, `output_bias` to the
-    projection after attention. `head_dim` is the size of a head in the cache. `experts`, `latent`
+    projection after attention. `head_dim` is the size of a head in the cache, `value_dim` that of a
+    value if it is smaller. `experts`, `latent`
     and `recurrent` (sizes of layers with states) are None for models without them. `extra_layers`
     counts layers of the checkpoint that are not read. `wrapper` names the multimodal architecture
     that contains this text model. `split` is the division over devices. The class is hashable, so
@@ -131,6 +133,8 @@ class ModelConfig:
     quantization: StoredQuantization | None = None
     wrapper: str | None = None
     split: Split = ONE_DEVICE
+    out_norm_eps: float | None = None
+    value_dim: int | None = None
 
     @classmethod
     def from_fields(
@@ -181,6 +185,8 @@ class ModelConfig:
             quantization=_quantization(fields, rules),
             wrapper=None,
             split=ONE_DEVICE,
+            out_norm_eps=_out_norm_eps(fields, rules),
+            value_dim=_value_dim(fields, rules, sizes["head_dim"]),
             **sizes,
         )
         _finish(fields, rules)
@@ -199,6 +205,22 @@ class ModelConfig:
             return None
         local = self.local_rope if self.layers.windows[layer] is not None else None
         return local or self.rope
+
+    @property
+    def has_own_heads(self) -> bool:
+        """Whether layers differ in their numbers of heads."""
+        return bool(self.layers.heads or self.layers.kv_heads)
+
+    def for_layer(self, layer: int) -> ModelConfig:
+        """Return the same ModelConfig with the numbers of heads of one layer."""
+        if not self.has_own_heads:
+            return self
+        heads, kv_heads = self.layers.heads, self.layers.kv_heads
+        return replace(
+            self,
+            num_attention_heads=heads[layer] if heads else self.num_attention_heads,
+            num_key_value_heads=kv_heads[layer] if kv_heads else self.num_key_value_heads,
+        )
 
     def mixers_of(self, layer: int) -> tuple[str, ...]:
         """Return the names of a layer's mixers (see `models.mixers`)."""
@@ -330,6 +352,14 @@ def _quantization(fields: Fields, rules: ConfigRules) -> StoredQuantization | No
     return None if QUANTIZATION in rules.ignored else read_quantization(fields)
 
 
+def _out_norm_eps(fields: Fields, rules: ConfigRules) -> float | None:
+    return fields.number(rules.out_norm_eps, 0.0, 0.1) if rules.out_norm_eps else None
+
+
+def _value_dim(fields: Fields, rules: ConfigRules, head_dim: int) -> int | None:
+    return fields.integer(rules.value_dim, 2, head_dim) if rules.value_dim else None
+
+
 def _extra_layers(fields: Fields, rules: ConfigRules) -> int:
     return fields.integer(rules.extra_layers, 0, 16, default=0) if rules.extra_layers else 0
 
@@ -340,8 +370,10 @@ def _length(fields: Fields, rules: ConfigRules, positions: int) -> int:
     return fields.integer(rules.length, 1, MAX_POSITIONS, default=positions)
 
 
-def _bias(fields: Fields, key: str, fixed: bool | None, default: bool = False) -> bool:
-    return fields.flag(key, default) if fixed is None else fixed
+def _bias(fields: Fields, key: str, rule: bool | str | None, default: bool = False) -> bool:
+    if isinstance(rule, bool):
+        return rule
+    return fields.flag(rule or key, default)
 
 
 def _dtype(fields: Fields) -> str:

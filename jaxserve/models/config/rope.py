@@ -17,6 +17,8 @@ MAX_FACTOR = 1e6
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 QUERY_BETA = "llama_4_scaling_beta"
 WHOLE_HEADS = MappingProxyType({"partial_rotary_factor": (1.0, 1)})
+# Fields of YaRN that files with a fixed `alpha` have too.
+UNUSED_BY_ALPHA = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -109,12 +111,14 @@ Scaling = (
 class Rope:
     """The rotary position embedding of a layer: its base `theta` and its scaling, if any.
 
-    `partial` is the share of each head that is rotated.
+    `partial` is the share of each head that is rotated. `backwards` turns the pairs by the negative
+    angles.
     """
 
     theta: float
     scaling: Scaling | None = None
     partial: float = 1.0
+    backwards: bool = False
 
     def dimensions(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head of `head_dim`, not rounded to pairs."""
@@ -159,6 +163,10 @@ class RopeRules:
         local_theta: default base of layers with a window, read from `rope_local_base_freq`, or None
             to use the base of the other layers.
         partial: the default of `partial_rotary_factor`, in families that have this field.
+        size: another field with the same meaning: the number of rotated dimensions of a head.
+        backwards: whether pairs are turned by the negative angles.
+        stretched: whether "dynamic" scaling with `alpha` is a fixed one, which multiplies the base
+            by alpha ** (d / (d - 2)) for d rotated dimensions.
         original_outside: whether `original_max_position_embeddings` is a top-level field.
         query_growth: whether the family has `llama_4_scaling_beta`.
         sections: whether the family has `mrope_section`, which divides the pairs of a head among
@@ -171,6 +179,9 @@ class RopeRules:
     by_layer_type: bool = False
     local_theta: float | None = None
     partial: float | None = None
+    size: str | None = None
+    backwards: bool = False
+    stretched: bool = False
     original_outside: bool = False
     query_growth: bool = False
     sections: bool = False
@@ -213,7 +224,8 @@ def read_ropes(
         key = "rope_scaling" if parameters is None else "rope_parameters"
         return outer.read(scaling if parameters is None else parameters, key, theta), None
     if parameters is None:
-        return outer.read(scaling, "rope_scaling", theta), Rope(local_theta)
+        rope = outer.read(scaling, "rope_scaling", theta)
+        return rope, Rope(local_theta, None, rope.partial)
     if not isinstance(parameters, dict) or parameters.keys() != LAYER_TYPES:
         fields.refuse("rope_parameters", f"a mapping of {' and '.join(sorted(LAYER_TYPES))}")
         return Rope(theta), Rope(local_theta)
@@ -241,7 +253,11 @@ class _Outer:
         """
         fields, kinds = self.fields, self.rules.kinds
         partial, original = self.rules.partial or 1.0, None
+        is_given = fields.has("partial_rotary_factor")
         if self.rules.partial is not None:
+            if self.rules.size is not None and fields.has(self.rules.size):
+                is_given, size = True, fields.integer(self.rules.size, 2, self.head_dim)
+                partial = size / self.head_dim
             partial = fields.number("partial_rotary_factor", 0.0, 1.0, default=partial)
         else:  # vLLM rotates this part of a head. Transformers rotates all, or fails if scaled.
             fields.neutral(WHOLE_HEADS)
@@ -262,7 +278,7 @@ class _Outer:
         if self.rules.partial is not None:
             outer = partial
             partial = inner.number("partial_rotary_factor", 0.0, 1.0, default=partial)
-            if fields.has("partial_rotary_factor") and partial != outer:
+            if is_given and partial != outer:
                 fields.refuse("partial_rotary_factor", f"the same as in {key} ({partial:g})")
         elif kind != "proportional":
             inner.neutral(WHOLE_HEADS)
@@ -270,6 +286,11 @@ class _Outer:
             fields.refuse(ORIGINAL, f"an integer, beside {key}")
         rope = self._checked(Rope(inner_theta, None, partial))
         size = rope.dimensions(self.head_dim)
+        if self.rules.stretched and kind == "dynamic" and inner.has("alpha"):
+            alpha = inner.number("alpha", 0.0, MAX_FACTOR)
+            inner.neutral({"factor": (1.0, 1)})
+            inner.finish(UNUSED_BY_ALPHA)
+            return replace(rope, theta=rope.theta * alpha ** (size / (size - 2)))
         scaling = SCALINGS[kind](
             _Case(inner, self.positions, original, size, self.rules.query_growth)
         )
@@ -280,7 +301,7 @@ class _Outer:
         size = rope.dimensions(self.head_dim)
         if size < 2 or size + size % 2 > self.head_dim:
             self.fields.refuse("head_dim", f"one of which whole pairs are rotated, not {size}")
-        return rope
+        return replace(rope, backwards=self.rules.backwards)
 
 
 def _sections(fields: Fields, kinds: tuple[str, ...]) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ class Scales:
         residual: factor of each attention or MLP result that is added to the residual stream.
         mlp: factor of each MLP result beside `residual`.
         gate: factor of an MLP's gate before its activation.
+        value: factor of the values of attention.
         mixers: factors of the input and of the result of each mixer of a layer. Empty: all are 1.
         logit_divisor, logit_factor: divisor and factor of the logits. (Both exist because a
             quotient differs from the product with a rounded reciprocal.)
@@ -42,6 +43,7 @@ class Scales:
     residual: float = 1.0
     mlp: float = 1.0
     gate: float = 1.0
+    value: float = 1.0
     mixers: tuple[tuple[float, float], ...] = ()
     logit_divisor: float = 1.0
     logit_factor: float = 1.0
@@ -82,6 +84,9 @@ class ConfigRules:
         explicit: fields that must be present, because Transformers would fill them in with the
             value of one particular model.
         norm_eps: the field with the epsilon of the norms.
+        out_norm_eps: the field with the epsilon of norms of the results of attention and MLP, if it
+            differs.
+        value_dim: the field with the size of a value head, if it differs from `head_dim`.
         qk_norm: the field that enables the family's norms of queries and keys, if it has one.
         length: the field with the number of positions to serve, instead of
             `max_position_embeddings`.
@@ -96,8 +101,8 @@ class ConfigRules:
         extra_layers: the field that counts additional layers at the end of the checkpoint. They
             predict further tokens and are not read.
         tied: the default of `tie_word_embeddings`.
-        qkv_bias, output_bias, mlp_bias: fixed for the family, or None to read `attention_bias` (the
-            first two) or `mlp_bias`.
+        qkv_bias, output_bias, mlp_bias: fixed for the family, or the name of a field, or None to
+            read `attention_bias` (the first two) or `mlp_bias`.
         biased: the default of `attention_bias`.
     """
 
@@ -109,6 +114,8 @@ class ConfigRules:
     ignored: frozenset[str] = frozenset()
     explicit: frozenset[str] = frozenset()
     norm_eps: str = "rms_norm_eps"
+    out_norm_eps: str | None = None
+    value_dim: str | None = None
     qk_norm: str | None = None
     length: str | None = None
     layers: ReadLayers = full_attention
@@ -121,9 +128,9 @@ class ConfigRules:
     mlp_size: Callable[[Fields], int] = plain_mlp
     extra_layers: str | None = None
     tied: bool = False
-    qkv_bias: bool | None = None
-    output_bias: bool | None = None
-    mlp_bias: bool | None = False
+    qkv_bias: bool | str | None = None
+    output_bias: bool | str | None = None
+    mlp_bias: bool | str | None = False
     biased: bool = False
 
     @property

@@ -82,6 +82,9 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
         "KimiK25ForConditionalGeneration": Wrapper("kimi_k25", "deepseek_v3"),
         "Kimi_K25ForConditionalGeneration": Wrapper("kimi_k25", "deepseek_v3"),
         "KimiVLForConditionalGeneration": Wrapper("kimi_vl", "deepseek_v3"),
+        "Glm4vForConditionalGeneration": Wrapper("glm4v", "glm4v_text", flat=True),
+        "Glm4vMoeForConditionalGeneration": Wrapper("glm4v_moe", "glm4v_moe_text", flat=True),
+        "MuseGlimmerForConditionalGeneration": Wrapper("muse_glimmer", "muse_glimmer_text"),
         "VoxtralForConditionalGeneration": Wrapper("voxtral", "llama"),
         "Qwen2AudioForConditionalGeneration": Wrapper("qwen2_audio", "qwen2"),
         "GlmAsrForConditionalGeneration": Wrapper("glmasr", "llama"),
@@ -207,8 +210,9 @@ OUTER = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings", "
 NESTED = frozenset({"perceiver_config", "pixel_shuffle_factor", "use_resampler"})
 # Fields of a flat wrapper that describe its other parts.
 TOWER = frozenset({
-    "audio_config", "audio_token_id", "image_token_id", "video_token_id", "vision_config",
-    "vision_end_token_id", "vision_start_token_id", "vision_token_id",
+    "audio_config", "audio_token_id", "image_end_token_id", "image_start_token_id",
+    "image_token_id", "video_end_token_id", "video_start_token_id", "video_token_id",
+    "vision_config", "vision_end_token_id", "vision_start_token_id", "vision_token_id",
 })  # fmt: skip
 
 

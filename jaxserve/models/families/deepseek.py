@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
-from jaxserve.models.config.experts import MAX_SCALE, Experts, expert_counts, expert_width
+from jaxserve.models.config.experts import (
+    MAX_SCALE,
+    Experts,
+    expert_counts,
+    expert_groups,
+    expert_width,
+)
 from jaxserve.models.config.fields import Fields, shown
 from jaxserve.models.config.latent import MAX_RANK, MAX_SIZE, Latent
 from jaxserve.models.config.model_config import ModelConfig
@@ -54,14 +60,7 @@ def _experts(fields: Fields, layers: int, grouped: bool, normalize: bool) -> Exp
     first = fields.integer("first_k_dense_replace", 0, 1 << 20)
     groups = kept_groups = 1
     if grouped:
-        groups = fields.integer("n_group", 1, count)
-        kept_groups = fields.integer("topk_group", 1, groups)
-        if count % groups:
-            fields.refuse("n_group", f"a divisor of n_routed_experts ({count})")
-        elif chosen > kept_groups * (count // groups):
-            fields.refuse("num_experts_per_tok", "no more than the kept groups hold")
-        elif count // groups < 2:
-            fields.refuse("n_group", "groups of two experts or more")
+        groups, kept_groups = expert_groups(fields, count, chosen)
     return Experts(
         count,
         width,

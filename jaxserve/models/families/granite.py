@@ -1,7 +1,7 @@
 """Granite 3 (IBM 2024): Llama with additional factors. Granite 4 (2025): also Mamba-2 and experts.
 
-Reference implementations: `GraniteForCausalLM` and `GraniteMoeHybridForCausalLM` in Hugging Face
-Transformers.
+Granite 3 MoE (2024) has experts alone. Reference implementations: `GraniteForCausalLM`,
+`GraniteMoeForCausalLM` and `GraniteMoeHybridForCausalLM` in Hugging Face Transformers.
 """
 
 from types import MappingProxyType
@@ -45,6 +45,7 @@ from jaxserve.models.weight_names import (
     every_layer,
     expert_weights,
     mlp_projections,
+    model_weights,
 )
 from jaxserve.models.weight_table import WeightName
 
@@ -102,6 +103,24 @@ def _hybrid_mlp(fields: Fields) -> int:
     return _shared(fields) if _is_dense(fields) else no_mlp(fields)
 
 
+def _experts(fields: Fields, layers: int) -> Experts:
+    count, chosen = expert_counts(fields, ("num_local_experts",))
+    width = expert_width(fields, "intermediate_size")
+    return Experts(count, width, chosen, (True,) * layers, stacked=True)
+
+
+def _moe_weights(config: ModelConfig) -> list[WeightName]:
+    return model_weights(config, [*PRE_NORMS, *attention_projections(config), *STACKED])
+
+
+BLOCK = "block_sparse_moe"
+STACKED = (
+    WeightName(f"{BLOCK}.router.layer.weight", "E D -> D E", "mlp.router"),
+    WeightName(f"{BLOCK}.input_linear.weight", "E (P M) D -> E D P M", "mlp.gate_up"),
+    WeightName(f"{BLOCK}.output_linear.weight", "E D M -> E M D", "mlp.down"),
+)
+
+
 def _hybrid_weights(config: ModelConfig) -> list[WeightName]:
     path, width = ("mlp", "F") if config.experts is None else ("mlp.shared", "S")
     inputs, fused = "shared_mlp.input_linear.weight", f"({width} | {width}) D -> D {width}"
@@ -112,12 +131,7 @@ def _hybrid_weights(config: ModelConfig) -> list[WeightName]:
         WeightName("shared_mlp.output_linear.weight", f"D {width} -> {width} D", f"{path}.down"),
     ]
     if config.experts is not None:
-        block = "block_sparse_moe"
-        layer += [
-            WeightName(f"{block}.router.layer.weight", "E D -> D E", "mlp.router"),
-            WeightName(f"{block}.input_linear.weight", "E (P M) D -> E D P M", "mlp.gate_up"),
-            WeightName(f"{block}.output_linear.weight", "E D M -> E M D", "mlp.down"),
-        ]
+        layer += STACKED
     return [
         *embedding_weights(config),
         *every_layer(layer, config),
@@ -238,6 +252,10 @@ GRANITE = Family(
     architectures={
         "GraniteForCausalLM": Architecture(
             ConfigRules("granite", scales=_scales, mlp_bias=None), llama_weights
+        ),
+        "GraniteMoeForCausalLM": Architecture(
+            ConfigRules("granitemoe", ignored=ROUTING, scales=_scales, experts=_experts),
+            _moe_weights,
         ),
         "GraniteMoeHybridForCausalLM": Architecture(
             ConfigRules(

@@ -1,7 +1,9 @@
 """Llama (Touvron et al. 2023; Llama 3 herd 2024), the base of all other families.
 
-EXAONE 3 (LG AI Research 2024) is Llama with other names of fields and tensors. Reference
-implementation of both: `LlamaForCausalLM` in Hugging Face Transformers.
+EXAONE 3 (LG AI Research 2024) is Llama with other names of fields and tensors. Seed-OSS (ByteDance
+2025) is Llama with biases on queries, keys and values. AFM (Arcee 2025) has squared ReLUs without a
+gate. Reference implementations: `LlamaForCausalLM`, `SeedOssForCausalLM` and `ArceeForCausalLM` in
+Hugging Face Transformers.
 """
 
 from collections.abc import Mapping
@@ -10,17 +12,19 @@ from typing import Any
 
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import RopeRules
-from jaxserve.models.config.rules import KV_HEADS, ConfigRules
+from jaxserve.models.config.rules import HEADS, KV_HEADS, ConfigRules
 from jaxserve.models.families import mixtral
-from jaxserve.models.family import Architecture, Family
+from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_biases, read_rope
 from jaxserve.models.gguf.rules import GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
+    attention_projections,
     embedding_weights,
     every_layer,
     projections,
+    squared_mlp,
 )
 from jaxserve.models.weight_table import WeightName
 
@@ -28,6 +32,11 @@ from jaxserve.models.weight_table import WeightName
 def llama_weights(config: ModelConfig) -> list[WeightName]:
     """Return every tensor in a checkpoint of Llama as a `WeightName`, with its model parameter."""
     layer = [*PRE_NORMS, *projections(config)]
+    return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
+
+
+def _arcee_weights(config: ModelConfig) -> list[WeightName]:
+    layer = [*PRE_NORMS, *attention_projections(config), *squared_mlp(config)]
     return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
 
 
@@ -97,6 +106,21 @@ LLAMA = Family(
             llama_weights,
             computed_by="LlamaForCausalLM",
             tensors=EXAONE_TENSORS,
+        ),
+        "ArceeForCausalLM": Architecture(
+            ConfigRules("arcee", neutral=MappingProxyType({"hidden_act": "relu2"}), mlp_bias=None),
+            _arcee_weights,
+            FamilyTraits(activation="relu2"),
+        ),
+        "SeedOssForCausalLM": Architecture(
+            ConfigRules(
+                "seed_oss",
+                ignored=frozenset({"residual_dropout"}),
+                explicit=HEADS | {"attention_bias", "attention_out_bias"},
+                output_bias="attention_out_bias",
+                mlp_bias=None,
+            ),
+            llama_weights,
         ),
     },
     gguf={

@@ -3,8 +3,9 @@
 Queries and keys are normalized over all heads together. OLMo 3 has a window in three of four
 layers, to which the scaling of the rotary embedding does not apply. An older `rope_theta` of its
 config.json is also the base of layers with a window. OLMo Hybrid (2026) applies the gated delta
-rule in three of four layers, with norms before it. Reference implementations: `Olmo2ForCausalLM`,
-`Olmo3ForCausalLM` and `OlmoHybridForCausalLM` in Hugging Face Transformers.
+rule in three of four layers, with norms before it. OLMoE (2024) has experts, and norms before
+attention and MLP. Reference implementations: `Olmo2ForCausalLM`, `Olmo3ForCausalLM`,
+`OlmoHybridForCausalLM` and `OlmoeForCausalLM` in Hugging Face Transformers.
 """
 
 from dataclasses import replace
@@ -12,6 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from jaxserve.models.config.experts import Experts, expert_counts, expert_width
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.layers import (
     ATTENTION,
@@ -24,8 +26,9 @@ from jaxserve.models.config.layers import (
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.recurrent import MAX_HEADS, MAX_SIZE, GatedDeltaSizes, gated_delta
 from jaxserve.models.config.rope import RopeRules
-from jaxserve.models.config.rules import ConfigRules
+from jaxserve.models.config.rules import ROUTING, ConfigRules
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf import rules
 from jaxserve.models.gguf.metadata import (
     WINDOW_KEYS,
     GgufMetadata,
@@ -33,18 +36,26 @@ from jaxserve.models.gguf.metadata import (
     read_rope,
     read_windows,
 )
-from jaxserve.models.gguf.rules import POST_NORMS, TENSORS, WINDOW, GgufRules
+from jaxserve.models.gguf.rules import TENSORS, WINDOW, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
+    WHOLE_NORMS,
+    attention_projections,
     embedding_weights,
     every_layer,
+    expert_weights,
     mlp_projections,
+    model_weights,
     projections,
 )
 from jaxserve.models.weight_table import WeightName
 
 DELTA = "delta"
+POST_NORMS = (
+    WeightName("post_attention_layernorm.weight", "D -> D", "attention_out_norm.scale"),
+    WeightName("post_feedforward_layernorm.weight", "D -> D", "mlp_out_norm.scale"),
+)
 TRAITS = FamilyTraits(norms="after", qk_norm="all", norm_rounds_last=True)
 
 
@@ -56,11 +67,26 @@ def _weights(config: ModelConfig) -> list[WeightName]:
 def _attention_layer(config: ModelConfig) -> list[WeightName]:
     return [
         *projections(config),
-        WeightName("self_attn.q_norm.weight", "(K G H) -> K G H", "attention.query_norm.scale"),
-        WeightName("self_attn.k_norm.weight", "(K H) -> K H", "attention.key_norm.scale"),
-        WeightName("post_attention_layernorm.weight", "D -> D", "attention_out_norm.scale"),
-        WeightName("post_feedforward_layernorm.weight", "D -> D", "mlp_out_norm.scale"),
+        *WHOLE_NORMS,
+        *POST_NORMS,
     ]
+
+
+def moe_experts(fields: Fields, layers: int) -> Experts:
+    """Read experts whose weights are as the router gives them, unless `norm_topk_prob` is true."""
+    count, chosen = expert_counts(fields, ("num_experts", "num_local_experts"))
+    return Experts(
+        count,
+        expert_width(fields, "intermediate_size"),
+        chosen,
+        (True,) * layers,
+        normalize=fields.flag("norm_topk_prob", default=False),
+    )
+
+
+def _moe_weights(config: ModelConfig) -> list[WeightName]:
+    layer = [*PRE_NORMS, *attention_projections(config), *WHOLE_NORMS]
+    return model_weights(config, layer, expert_weights(config))
 
 
 def _hybrid_layers(fields: Fields, layers: int) -> LayerTable:
@@ -148,6 +174,16 @@ OLMO = Family(
             _weights,
             TRAITS,
         ),
+        "OlmoeForCausalLM": Architecture(
+            ConfigRules(
+                "olmoe",
+                neutral=MappingProxyType({"clip_qkv": None, "sliding_window": None}),
+                ignored=ROUTING,
+                experts=moe_experts,
+            ),
+            _moe_weights,
+            FamilyTraits(qk_norm="all"),
+        ),
         "OlmoHybridForCausalLM": Architecture(
             ConfigRules(
                 "olmo_hybrid",
@@ -172,7 +208,7 @@ OLMO = Family(
         "olmo2": GgufRules(
             "Olmo2ForCausalLM",
             _finish_gguf,
-            tensors=MappingProxyType({**TENSORS, **POST_NORMS}),
+            tensors=MappingProxyType({**TENSORS, **rules.POST_NORMS}),
             fields=WINDOW,
             read=WINDOW_KEYS,
         )

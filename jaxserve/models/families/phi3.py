@@ -20,26 +20,16 @@ from jaxserve.models.weight_names import (
     embedding_weights,
     every_layer,
     fused_mlp,
-    fused_qkv,
+    stacked_projections,
 )
 from jaxserve.models.weight_table import WeightName
 
-QKV = "(K G H | K H | K H) D"
 # Divisors of each pair's frequency, for long contexts and for short ones.
 FACTORS = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"})
 
 
 def _weights(config: ModelConfig) -> list[WeightName]:
-    q, k, v = fused_qkv(config)
-    qkv = "self_attn.qkv_proj.weight"
-    layer = [
-        *PRE_NORMS,
-        WeightName(qkv, f"{QKV} -> D K G H", "attention.qkv", q, part=0),
-        WeightName(qkv, f"{QKV} -> D K H", "attention.qkv", k, part=1),
-        WeightName(qkv, f"{QKV} -> D K H", "attention.qkv", v, part=2),
-        WeightName("self_attn.o_proj.weight", "D (K G H) -> K G H D", "attention.out"),
-        *fused_mlp(),
-    ]
+    layer = [*PRE_NORMS, *stacked_projections(config), *fused_mlp()]
     return [*embedding_weights(config), *every_layer(layer, config), FINAL_NORM]
 
 

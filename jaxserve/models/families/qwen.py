@@ -1,18 +1,20 @@
 """Qwen2 and 2.5 (Qwen team 2024) and Qwen3 (2025), dense and with experts.
 
-Qwen2 is Llama with biases on queries, keys and values. Qwen3 has no biases, and a norm on each
-query and key head before the rotation. The text models of Qwen2-VL, 2.5-VL, 2.5-Omni and Qwen3-VL
-are the same models: the three positions of a text token are equal. Reference implementations:
-`Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, and the text models of
-`Qwen2_5_VLForConditionalGeneration` and similar classes in Hugging Face Transformers.
+Qwen2 is Llama with biases on queries, keys and values. Qwen1.5-MoE (2024) has experts beside a
+shared MLP with a gate. Qwen3 has no biases, and a norm on each query and key head before the
+rotation. Mellum 2 (JetBrains 2026) is Qwen3-MoE with windows, whose layers have a rotary embedding
+of their own. The text models of Qwen2-VL, 2.5-VL, 2.5-Omni and Qwen3-VL are the same models: the
+three positions of a text token are equal. Reference implementations: `Qwen2ForCausalLM`,
+`Qwen2MoeForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, `MellumForCausalLM`, and the text
+models of `Qwen2_5_VLForConditionalGeneration` and similar classes in Hugging Face Transformers.
 """
 
 from dataclasses import replace
 from types import MappingProxyType
 
-from jaxserve.models.config.experts import Experts, expert_counts, expert_width
+from jaxserve.models.config.experts import Experts, expert_counts, expert_width, listed_layers
 from jaxserve.models.config.fields import Fields
-from jaxserve.models.config.layers import by_switch, one_switched_window
+from jaxserve.models.config.layers import LayerTable, by_switch, by_type, one_switched_window
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules
@@ -22,13 +24,16 @@ from jaxserve.models.gguf.metadata import VISION_KEYS, GgufMetadata, Raw, read_r
 from jaxserve.models.gguf.rules import EXPERTS, ROUTER, TENSORS, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
+    GATE,
     PRE_NORMS,
     QK_NORMS,
+    UP,
     attention_projections,
     embedding_weights,
     every_layer,
     expert_weights,
     mlp_projections,
+    model_weights,
 )
 from jaxserve.models.weight_table import WeightName
 
@@ -67,6 +72,36 @@ def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple((index + 1) % step == 0 and index not in dense for index in range(layers))
 
 
+def _qwen2_moe_layers(fields: Fields, layers: int) -> LayerTable:
+    if not fields.has("layer_types"):  # their default depends on the version of Transformers
+        fields.neutral({"use_sliding_window": False})
+    return by_switch(fields, layers)
+
+
+def _shared_experts(fields: Fields, layers: int) -> Experts:
+    return replace(
+        _experts(fields, layers),
+        shared=expert_width(fields, "shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+
+
+def _listed_experts(fields: Fields, layers: int) -> Experts:
+    count, chosen = expert_counts(fields, ("num_experts", "num_local_experts"))
+    return Experts(
+        count,
+        expert_width(fields, "moe_intermediate_size"),
+        chosen,
+        listed_layers(fields, layers),
+        normalize=fields.flag("norm_topk_prob", default=True),
+    )
+
+
+def _qwen2_moe_weights(config: ModelConfig) -> list[WeightName]:
+    layer = [*PRE_NORMS, *attention_projections(config)]
+    return model_weights(config, layer, [*expert_weights(config), *SHARED_EXPERT])
+
+
 def _qwen3_weights(config: ModelConfig) -> list[WeightName]:
     return [*llama_weights(config), *every_layer(QK_NORMS, config)]
 
@@ -84,6 +119,12 @@ def _qwen3_moe_weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
+SHARED_EXPERT = (
+    WeightName("mlp.shared_expert_gate.weight", "One D -> D One", "mlp.shared_gate"),
+    WeightName("mlp.shared_expert.gate_proj.weight", "S D -> D S", "mlp.shared.gate_up", GATE),
+    WeightName("mlp.shared_expert.up_proj.weight", "S D -> D S", "mlp.shared.gate_up", UP),
+    WeightName("mlp.shared_expert.down_proj.weight", "D S -> S D", "mlp.shared.down"),
+)
 VL_MOE, OMNI_MOE = "qwen3_vl_moe_text", "qwen3_omni_moe_text"
 # Published checkpoints have the layouts in `other`.
 STACKED_EXPERTS = (
@@ -134,6 +175,20 @@ QWEN = Family(
             ),
             llama_weights,
         ),
+        "Qwen2MoeForCausalLM": Architecture(
+            ConfigRules(
+                "qwen2_moe",
+                neutral=MappingProxyType({"mlp_bias": False}),
+                ignored=ROUTING,
+                explicit=KV_HEADS,
+                layers=_qwen2_moe_layers,
+                experts=_shared_experts,
+                qkv_bias="qkv_bias",
+                output_bias=False,
+                biased=True,
+            ),
+            _qwen2_moe_weights,
+        ),
         "Qwen3ForCausalLM": Architecture(
             ConfigRules(
                 "qwen3",
@@ -156,6 +211,26 @@ QWEN = Family(
                 explicit=KV_HEADS,
                 layers=one_switched_window,
                 experts=_experts,
+            ),
+            _qwen3_moe_weights,
+            QWEN3_TRAITS,
+        ),
+        "MellumForCausalLM": Architecture(
+            ConfigRules(
+                "mellum",
+                # Modules that predict further tokens, which are not read.
+                ignored=ROUTING
+                | {
+                    "max_window_layers",
+                    "mtp_layer_types",
+                    "mtp_mlp_layer_types",
+                    "num_mtp_layers",
+                    "num_nextn_predict_layers",
+                },
+                explicit=HEADS | {"layer_types", "rope_parameters"},
+                layers=by_type,
+                rope=RopeRules(by_layer_type=True),
+                experts=_listed_experts,
             ),
             _qwen3_moe_weights,
             QWEN3_TRAITS,

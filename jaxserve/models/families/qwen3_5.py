@@ -27,7 +27,7 @@ from jaxserve.models.config.quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.recurrent import GatedDeltaSizes, gated_delta
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, ROUTING, ConfigRules, no_mlp
-from jaxserve.models.families.qwen import STACKED_EXPERTS, sparse_layers
+from jaxserve.models.families.qwen import SHARED_EXPERT, STACKED_EXPERTS, sparse_layers
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import (
     FURTHER,
@@ -50,10 +50,8 @@ from jaxserve.models.gguf.rules import (
 )
 from jaxserve.models.weight_names import (
     FINAL_NORM,
-    GATE,
     PRE_NORMS,
     QK_NORMS,
-    UP,
     embedding_weights,
     every_layer,
     expert_weights,
@@ -156,14 +154,7 @@ def _weights(config: ModelConfig) -> list[WeightName]:
     if config.experts is None:
         return [*tensors, *every_layer(mlp_projections(config), config), FINAL_NORM]
     experts = STACKED_EXPERTS if config.experts.stacked else expert_weights(config)
-    shared = "mlp.shared_expert"
-    experts = [
-        *experts,
-        WeightName("mlp.shared_expert_gate.weight", "One D -> D One", "mlp.shared_gate"),
-        WeightName(f"{shared}.gate_proj.weight", "S D -> D S", "mlp.shared.gate_up", GATE),
-        WeightName(f"{shared}.up_proj.weight", "S D -> D S", "mlp.shared.gate_up", UP),
-        WeightName(f"{shared}.down_proj.weight", "D S -> S D", "mlp.shared.down"),
-    ]
+    experts = [*experts, *SHARED_EXPERT]
     return [
         *tensors,
         *every_layer(mlp_projections(config), config, sparse=False),
