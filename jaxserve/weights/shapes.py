@@ -120,10 +120,9 @@ def shapes_of_model(
 def _scales(model: Decoder, stored: StoredTensors) -> dict[str, Any]:
     # By path, of the layers that have some.
     layers = {match[0] for name in stored.split.kv_scales if (match := kv_scale_of(name))}
-    heads = model.config.num_key_value_heads
     return {
-        path: jax.ShapeDtypeStruct((2, heads), np.float32)
-        for path in scales_of(model)
+        path: jax.ShapeDtypeStruct((2, module.kv_heads), np.float32)
+        for path, module in scales_of(model).items()
         if int(path.split(".")[1]) in layers
     }
 

@@ -22,7 +22,9 @@ class LayerTable:
             whose results are added. Empty: every layer has attention alone.
         mlps: whether each layer has an MLP or experts. Empty: every layer has.
         heads: number of query heads of each layer. Empty: all layers have as many.
-        kv_heads: the same for heads of keys and values.
+        kv_heads, head_dims: the same for heads of keys and values, and for the size of a head.
+        keys_as_values: whether attention takes the projected keys as values too. Empty: in no
+            layer.
     """
 
     windows: tuple[int | None, ...]
@@ -31,6 +33,8 @@ class LayerTable:
     mlps: tuple[bool, ...] = ()
     heads: tuple[int, ...] = ()
     kv_heads: tuple[int, ...] = ()
+    head_dims: tuple[int, ...] = ()
+    keys_as_values: tuple[bool, ...] = ()
 
 
 # Reads a LayerTable, given the fields and the number of layers.

@@ -97,11 +97,12 @@ class ModelConfig:
     declares, by default "float32". `local_rope` is the rotary embedding of layers with a window, if
     it differs. `attention_bias` applies to queries, keys and values, `output_bias` to the
     projection after attention. `head_dim` is the size of a head in the cache, `value_dim` that of a
-    value if it is smaller. `experts`, `latent`
-    and `recurrent` (sizes of layers with states) are None for models without them. `extra_layers`
-    counts layers of the checkpoint that are not read. `wrapper` names the multimodal architecture
-    that contains this text model. `split` is the division over devices. The class is hashable, so
-    that modules can hold it.
+    value if it is smaller. `keys_as_values` states that values are the projected keys. Where
+    layers differ in these, `for_layer` gives those of a layer. `experts`, `latent` and `recurrent`
+    (sizes of layers with states) are None for models without them. `extra_layers` counts layers of
+    the checkpoint that are not read. `wrapper` names the multimodal architecture that contains this
+    text model. `split` is the division over devices. The class is hashable, so that modules can
+    hold it.
     """
 
     architecture: str
@@ -135,6 +136,7 @@ class ModelConfig:
     split: Split = ONE_DEVICE
     out_norm_eps: float | None = None
     value_dim: int | None = None
+    keys_as_values: bool = False
 
     @classmethod
     def from_fields(
@@ -208,19 +210,30 @@ class ModelConfig:
 
     @property
     def has_own_heads(self) -> bool:
-        """Whether layers differ in their numbers of heads."""
-        return bool(self.layers.heads or self.layers.kv_heads)
+        """Whether layers differ in their numbers of heads, or in the sizes of heads."""
+        table = self.layers
+        return bool(table.heads or table.kv_heads or table.head_dims or table.keys_as_values)
 
     def for_layer(self, layer: int) -> ModelConfig:
-        """Return the same ModelConfig with the numbers of heads of one layer."""
+        """Return the same ModelConfig with the numbers and sizes of heads of one layer."""
         if not self.has_own_heads:
             return self
-        heads, kv_heads = self.layers.heads, self.layers.kv_heads
-        return replace(
-            self,
-            num_attention_heads=heads[layer] if heads else self.num_attention_heads,
-            num_key_value_heads=kv_heads[layer] if kv_heads else self.num_key_value_heads,
-        )
+        table = self.layers
+        listed = {
+            "num_attention_heads": table.heads,
+            "num_key_value_heads": table.kv_heads,
+            "head_dim": table.head_dims,
+            "keys_as_values": table.keys_as_values,
+        }
+        return replace(self, **{name: values[layer] for name, values in listed.items() if values})
+
+    @cached_property
+    def sized(self) -> tuple[ModelConfig, ...]:
+        """This ModelConfig with each of the different numbers and sizes of heads (`for_layer`)."""
+        if not self.has_own_heads:
+            return (self,)
+        layers = filter(self.has_pages, range(self.num_hidden_layers))
+        return tuple(dict.fromkeys(map(self.for_layer, layers)))
 
     def mixers_of(self, layer: int) -> tuple[str, ...]:
         """Return the names of a layer's mixers (see `models.mixers`)."""
@@ -249,7 +262,10 @@ class ModelConfig:
         for layer in filter(self.has_pages, range(self.num_hidden_layers)):
             window = self.layers.windows[layer]
             name = "attention" if window is None else f"window {window}"
-            shape = self.num_key_value_heads, self.head_dim, self.head_dim
+            sized = self.for_layer(layer)
+            # A head that several devices have counts once for each of them.
+            heads = max(sized.num_key_value_heads, self.split.devices)
+            shape = heads, sized.head_dim, sized.head_dim
             kinds.setdefault((name, *shape, window), []).append(layer)
         described = (
             PageKind(name, tuple(layers), heads, key, value, window)

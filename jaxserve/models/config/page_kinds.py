@@ -19,7 +19,8 @@ class PageKind:
     Attributes:
         name: name for reports and metrics.
         layers: numbers of the layers.
-        heads: number of kv heads, on all devices together.
+        heads: number of kv heads, on all devices together. A head that several devices have counts
+            once for each of them.
         key_size: size of a key of a head.
         value_size: size of a value of a head.
         window: number of positions that a query sees, its own included, or None for all.
