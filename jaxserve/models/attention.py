@@ -78,6 +78,7 @@ class Attention(nnx.Module):
         # The number of query heads of a kv head on one device, where heads are divided over
         # several. Parameters are created whole.
         self.group, self.axis, self.split = group_of(config), config.split.axis, config.split
+        self.kv_heads, self.head_dim = kv_heads, head_dim
         self.context = config.split.context
         self.window, self.scale = window, config.scales.attention
         self.soft_cap, self.interleaved = config.scales.attention_cap, traits.interleaved
@@ -89,7 +90,8 @@ class Attention(nnx.Module):
         # Values of another size than keys are projected by themselves.
         self.value_dim = value_dim = config.value_dim
         self.value_factor = config.scales.value
-        fused = group + 2 if value_dim is None else group + 1
+        self.keys_as_values = config.keys_as_values
+        fused = group + 2 if value_dim is None and not self.keys_as_values else group + 1
         shape: tuple[int, ...] = (embed, kv_heads, fused, head_dim)
         has_pairs = traits.gated == "numbers"
         self.qkv = None if has_pairs else weight(rngs, shape, heads, dtype)
@@ -121,19 +123,33 @@ class Attention(nnx.Module):
         self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if config.output_bias else None
         # f32[2, K]: scales of stored keys and of stored values, for a cache in fp8 only.
         self.kv_scales: nnx.Param[Any] | None = nnx.data(None)
+        has_sinks = window is not None if traits.sinks == "windows" else traits.sinks
+        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if has_sinks else None
+        self.query_norm, self.key_norm = self._norms(config, dtype, traits)
+        self.value_norm = None
+        if traits.norm_values:
+            options = config.rms_norm_eps, dtype, traits
+            self.value_norm = Norm(shape[2:], axes[2:], *options, has_scale=False)
+
+    def _norms(
+        self, config: ModelConfig, dtype: DTypeLike, traits: FamilyTraits
+    ) -> tuple[Norm, Norm] | tuple[None, None]:
+        """Return the norms of queries and of keys, or None twice if the family has none."""
+        if traits.qk_norm is None:
+            return None, None
+        kv_heads, head_dim = config.num_key_value_heads, config.head_dim
+        shape = (kv_heads, config.num_attention_heads // kv_heads, head_dim)
+        axes: LogicalAxes = ("kv_heads", "group", "head_dim")
         query, key = (shape, axes), (shape[::2], axes[::2])
         if traits.qk_norm in ("head", "unscaled"):
             query = key = shape[2:], axes[2:]
         over = None if traits.qk_norm == "all" else 1
-        has_sinks = window is not None if traits.sinks == "windows" else traits.sinks
-        self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if has_sinks else None
-        normed, eps = traits.qk_norm is not None, config.rms_norm_eps
-        has_scale = traits.qk_norm != "unscaled"
-        self.query_norm = Norm(*query, eps, dtype, traits, over, has_scale) if normed else None
-        self.key_norm = Norm(*key, eps, dtype, traits, over, has_scale) if normed else None
-        if self.query_norm is not None and self.key_norm is not None and over is None:
-            self.query_norm.axis = self.key_norm.axis = self.axis
-            self.key_norm.copies = kv_copies(config)
+        options = config.rms_norm_eps, dtype, traits, over, traits.qk_norm != "unscaled"
+        query_norm, key_norm = Norm(*query, *options), Norm(*key, *options)
+        if over is None:
+            query_norm.axis = key_norm.axis = self.axis
+            key_norm.copies = kv_copies(config)
+        return query_norm, key_norm
 
     def __call__(
         self,
@@ -213,6 +229,7 @@ class Attention(nnx.Module):
         """
         can = self.query_norm is None or not self.query_norm.is_centered
         can &= self.growth is None and not self.norm_after_rotation and self.value is None
+        can &= self.value_norm is None and not self.keys_as_values
         if can:
             kernel = rope_kv_write_kernel(x.dtype, kv[0], len(x), self.group, step.others)
             if kernel != "xla":
@@ -222,7 +239,11 @@ class Attention(nnx.Module):
             qkv = matmul(x, self.qkv[...], bias=value_of(self.qkv_bias))  # [T, K, G + 2, H]
         assert qkv is not None
         query, key = qkv[:, :, :group], qkv[:, :, group]
-        val = qkv[:, :, group + 1] if self.value is None else self._values(x, key.shape[-1])
+        if self.value is not None:
+            val = self._values(x, key.shape[-1])
+        else:
+            val = key if self.keys_as_values else qkv[:, :, group + 1]
+        val = val if self.value_norm is None else self.value_norm(val)
         if not self.norm_after_rotation:
             query, key = self._normed(query, key)
         query = query.reshape(x.shape[0], -1, query.shape[-1])  # [T, N, H]

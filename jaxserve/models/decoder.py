@@ -261,9 +261,10 @@ class Decoder(nnx.Module):
             if (norm := self.embedding_norm) is not None:
                 x = Residual(x).normed(norm, norm.options, step.others)[1]
             ropes = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
+            sizes = [config.for_layer(layer).rotary_dim for layer in range(len(ropes))]
             angles = {
-                rope: rope_cos_sin(step.positions, rope, config.rotary_dim, x.dtype)
-                for rope in dict.fromkeys(ropes)
+                (rope, size): rope_cos_sin(step.positions, rope, size, x.dtype)
+                for rope, size in dict.fromkeys(zip(ropes, sizes, strict=True))
                 if rope is not None
             }
         after: list[Kept] = []
@@ -272,7 +273,7 @@ class Decoder(nnx.Module):
         for index, (layer, arrays) in enumerate(zip(self.layers, kept, strict=True)):
             with jax.named_scope(f"layer_{index}"):
                 rope = ropes[index]
-                cos_sin = None if rope is None else angles[rope]
+                cos_sin = None if rope is None else angles[rope, sizes[index]]
                 layer_step = (
                     step if places is None else replace(step, places=jnp.asarray(places[index]))
                 )

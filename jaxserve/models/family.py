@@ -28,6 +28,7 @@ class FamilyTraits:
             all heads, with its "own" scale, or "unscaled", or "all" heads together, or None for no
             norm.
         norm_after_rotation: queries and keys are normalized after the rotation instead.
+        norm_values: values are normalized, each head, without a scale.
         interleaved: the rotary embedding pairs neighbouring dimensions instead of halves of a head.
         norm_centered: norms subtract the mean first.
         norm_offset: number added to the scale of every norm (Gemma stores the difference from 1).
@@ -50,6 +51,7 @@ class FamilyTraits:
     parallel: bool = False
     qk_norm: Literal["head", "own", "unscaled", "all"] | None = None
     norm_after_rotation: bool = False
+    norm_values: bool = False
     interleaved: bool = False
     norm_centered: bool = False
     norm_offset: float = 0.0

@@ -539,9 +539,7 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
 }
 # All layers have experts, whose width is another field.
 WITHOUT_MLP = (
-    "qwen3_5_moe_two_a_key",
-    "qwen3_next_two_a_key",
-    "mamba2_two_groups",
+    *("qwen3_5_moe_two_a_key", "qwen3_next_two_a_key", "mamba2_two_groups"),
     *TRAIT_WITHOUT_MLP,
 )
 CHANGES = [

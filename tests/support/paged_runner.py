@@ -46,8 +46,9 @@ class PagedRunner:
         dtype = self.model.norm.dtype
 
         def pages(index: int) -> jax.Array:
-            heads = config.for_layer(index).num_key_value_heads
-            array = np.zeros((num_pages, heads, self.page_size, config.head_dim), dtype)
+            sized = config.for_layer(index)
+            heads, size = sized.num_key_value_heads, sized.head_dim
+            array = np.zeros((num_pages, heads, self.page_size, size), dtype)
             array[0] = np.nan
             return jnp.array(array)
 

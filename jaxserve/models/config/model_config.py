@@ -155,7 +155,6 @@ class ModelConfig:
             UnsupportedModel: lists every malformed, out-of-bounds, unknown or unsupported field.
         """
         fields = _fields(raw, rules, prefix)
-        fields.take("architectures")
         fields.choice("model_type", rules.model_types, default=rules.model_type)
         latent = rules.latent(fields)
         sizes = _sizes(fields, rules, latent)
@@ -331,13 +330,14 @@ def _fields(raw: Mapping[str, Any], rules: ConfigRules, prefix: str) -> Fields:
         and (value is not None or name not in common.keys() | rules.defaults.keys())
     }
     fields = Fields({**rules.defaults, **common, **plain}, [], prefix)
+    fields.take("architectures")
     for name in sorted(common.keys() & plain.keys()):
         if common[name] != plain[name]:
             fields.refuse(name, f"the same as under its other name ({shown(common[name])})")
     return fields
 
 
-def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[str, int]:
+def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[str, Any]:
     hidden = fields.integer("hidden_size", 1, MAX_HIDDEN)
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     for key in sorted(rules.explicit):

@@ -124,6 +124,11 @@ class PageLayout:
         return times[0][0]
 
     @property
+    def most_splits(self) -> int:
+        """Most pages of a group into which the tokens of a block are divided, at least 1."""
+        return max(map(self.splits, range(len(self.kinds))), default=1)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether the pages of all kinds have the same shape."""
         return len({kind.shape for kind in self.kinds}) < 2

@@ -117,11 +117,12 @@ def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: Devic
         limits: kind and capability of the device.
     """
     item, devices = jnp.dtype(dtype).itemsize, config.split.devices
-    heads = local_kv_heads(config) * (group_of(config) + 2) * config.head_dim
-    widest = max(3 * config.intermediate_size // devices, 2 * heads)
-    if (context := config.split.context) > 1:
-        # For the heads of all devices: scaled queries, sums, and the other devices' parts of both.
-        widest = max(widest, 4 * context * group_of(config) * (config.head_dim + 2))
+    widest, context = 3 * config.intermediate_size // devices, config.split.context
+    for sized in config.sized:
+        group, size = group_of(sized), sized.head_dim
+        widest = max(widest, 2 * local_kv_heads(sized) * (group + 2) * size)
+        if context > 1:  # queries, sums, and the other devices' parts of both, for all heads
+            widest = max(widest, 4 * context * group * (size + 2))
     if (experts := config.experts) is not None:
         # For each chosen expert a row of inputs, of gates, of gated values and of outputs.
         size = experts.size if config.split.expert_parallel else experts.size // devices
@@ -195,6 +196,7 @@ def count_pages(
     else:
         counts = _host_pages(config, model, asked_length, page, room)
     # Cells of the cache are numbered with 32 bits.
+    assert config.block_size is not None
     most, platform = 2**31 // config.block_size - 1, "gpu" if is_gpu else "cpu"
     layer_page = page // 2 // max(1, model.page_layout.depth)
 
@@ -231,6 +233,7 @@ def room_of(config: EngineConfig, model: ModelConfig, num_pages: int) -> CacheRo
         model: configuration of the model.
         num_pages: pages of the KV cache.
     """
+    assert config.block_size is not None
     step = config.max_num_batched_tokens or 1
     chunk = config.long_prefill_token_threshold or step
     return CacheRoom(pool_kinds(model), num_pages - 1, config.block_size, chunk, step)
@@ -257,7 +260,7 @@ def cpu_page_budget(config: EngineConfig, page_bytes: int, model: ModelConfig) -
             number.
         model: configuration of the model.
     """
-    assert config.max_num_seqs and config.max_model_len
+    assert config.max_num_seqs and config.max_model_len and config.block_size
     if page_bytes and config.kv_cache_memory_bytes is not None:
         return int(config.kv_cache_memory_bytes * config.memory_share) // page_bytes
     parts, blocks = model.page_layout.parts, -(-config.max_model_len // config.block_size)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from operator import mul
 from types import MappingProxyType
 
+from jaxserve.models import ModelConfig
 from jaxserve.models.shards import group_of, local_kv_heads
 from jaxserve.start.plan.weights import Weights
 
@@ -149,8 +150,9 @@ class StepTimes:
         if (context := config.split.context) > 1:
             # In each layer with attention, queries go to other devices of the kv head, and results
             # back. Each of both moves half of the bytes of a sum over equally large arrays.
-            size = tokens * context * group_of(config) * (config.head_dim + 2) * _SUMMED
-            sums += 2 * config.num_page_layers * sum_seconds(context, size / 2, self.card)
+            for sized in self._attentions:
+                size = tokens * context * group_of(sized) * (sized.head_dim + 2) * _SUMMED
+                sums += 2 * sum_seconds(context, size / 2, self.card)
         return StepTime(tokens, read / self.bandwidth, work / _FLOPS[self.card], sums)
 
     def _seen(self, context: int) -> float:
@@ -165,6 +167,12 @@ class StepTimes:
     @property
     def _attention(self) -> float:
         # Operations per token and attended position, in all layers with attention of a device.
+        sizes = [local_kv_heads(one) * group_of(one) * one.head_dim for one in self._attentions]
+        return 4.0 * sum(sizes)
+
+    @property
+    def _attentions(self) -> list[ModelConfig]:
+        """The configuration of each layer with attention."""
         config = self.weights.config
-        heads = local_kv_heads(config) * group_of(config)
-        return 4.0 * config.num_page_layers * heads * config.head_dim
+        layers = filter(config.has_pages, range(config.num_hidden_layers))
+        return list(map(config.for_layer, layers))
