@@ -126,10 +126,11 @@ class Attention(nnx.Module):
         has_sinks = window is not None if traits.sinks == "windows" else traits.sinks
         self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if has_sinks else None
         self.query_norm, self.key_norm = self._norms(config, dtype, traits)
-        self.value_norm = None
-        if traits.norm_values:
-            options = config.rms_norm_eps, dtype, traits
-            self.value_norm = Norm(shape[2:], axes[2:], *options, has_scale=False)
+        self.value_norm = (
+            Norm(shape[2:], axes[2:], config.rms_norm_eps, dtype, traits, has_scale=False)
+            if traits.norm_values
+            else None
+        )
 
     def _norms(
         self, config: ModelConfig, dtype: DTypeLike, traits: FamilyTraits

@@ -16,9 +16,10 @@ from jaxserve.models.config.layers import ATTENTION
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.expert_places import place_tables
 from jaxserve.models.experts import CountedRows, SparseMLP
+from jaxserve.models.experts_beside import ExpertsBesideMLP
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.layers import Embedding, Norm, Residual, build_mlp, norm_options
-from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator
+from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator, constant
 from jaxserve.models.mixers import MIXERS, Kept, MixerInputs
 from jaxserve.models.paged import KVPages, PagedStep, PageGroups
 from jaxserve.models.rope import rope_cos_sin
@@ -76,10 +77,13 @@ class DecoderLayer(nnx.Module):
         if not has_mlp:
             self.mlp = None
         elif config.experts is not None and config.experts.layers[index]:
-            self.mlp = SparseMLP(config, config.experts, dtype, rngs, traits)
+            kind = ExpertsBesideMLP if config.experts.beside else SparseMLP
+            self.mlp = kind(config, config.experts, dtype, rngs, traits)
         else:
             self.mlp = build_mlp(config, dtype, rngs, traits)
         self.mlp_out_norm = norm(out_eps) if after and has_mlp else None
+        has_factor = traits.layer_factor
+        self.layer_factor = constant(1.0, (1,), ("taps",), dtype) if has_factor else None
 
     def __call__(
         self, residual: Residual, cos_sin: CosSin | None, step: PagedStep, kept: Kept
@@ -114,11 +118,17 @@ class DecoderLayer(nnx.Module):
                     residual, normed = residual.normed(
                         self.mlp_norm, self.norm_options, step.others
                     )
-                if isinstance(self.mlp, SparseMLP):
+                if isinstance(self.mlp, ExpertsBesideMLP):
+                    y = self.mlp.beside(normed, residual.stream, step)
+                elif isinstance(self.mlp, SparseMLP):
                     y = self.mlp(normed, step)
                 else:
                     y = self.mlp(normed, kernel, step.others)
                 residual = self._updated(residual, y, self.mlp_out_norm, kernel, self.mlp_factor)
+        if self.layer_factor is not None:
+            _, x = residual.normed(None, self.norm_options, step.others)
+            multiply = partial(scaled, factor=self.layer_factor[...].astype(accumulator(x.dtype)))
+            residual = Residual(rounded_once(multiply, x, step.positions))
         return residual, kept
 
     def _mixed(

@@ -42,6 +42,7 @@ class FamilyTraits:
         gated: gates that multiply the result of attention: a gate for each of the "numbers" of a
             query head, projected like the query, or one for each of the "heads", or None.
         gate_activation: activation of these gates.
+        layer_factor: a learned number multiplies the residual stream after each layer.
         sinks: the softmax of attention includes one learned logit for each query head, in all
             layers, or in layers with "windows" alone.
         overflows_float16: activations of the models exceed the range of float16.
@@ -61,6 +62,7 @@ class FamilyTraits:
     norm_rounds_last: bool = False
     activation: Literal["silu", "gelu_tanh", "relu2", "xielu"] = "silu"
     router: Router = "softmax"
+    layer_factor: bool = False
     sinks: bool | Literal["windows"] = False
     gated: Literal["numbers", "heads"] | None = None
     gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"

@@ -198,8 +198,8 @@ def _check_pages(plan: StartPlan) -> None:
     least = plan.block_size // layout.most_splits
     if least % split.context:
         raise InvalidRequest(
-            f"decode_context_parallel_size is {split.context}, and the smallest pages of this model "
-            f"have {least} tokens; allowed: a divisor of {least}, or a larger block_size",
+            f"decode_context_parallel_size is {split.context}, and the smallest pages of this "
+            f"model have {least} tokens; allowed: a divisor of {least}, or a larger block_size",
             "decode_context_parallel_size",
         )
 
