@@ -92,6 +92,8 @@ class Attention(nnx.Module):
         self.value_factor = config.scales.value
         self.keys_as_values = config.keys_as_values
         fused = group + 2 if value_dim is None and not self.keys_as_values else group + 1
+        self.reads_other = config.reads_other
+        fused = group if self.reads_other else fused
         shape: tuple[int, ...] = (embed, kv_heads, fused, head_dim)
         has_pairs = traits.gated == "numbers"
         self.qkv = None if has_pairs else weight(rngs, shape, heads, dtype)
@@ -125,7 +127,9 @@ class Attention(nnx.Module):
         self.kv_scales: nnx.Param[Any] | None = nnx.data(None)
         has_sinks = window is not None if traits.sinks == "windows" else traits.sinks
         self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if has_sinks else None
-        self.query_norm, self.key_norm = self._norms(config, dtype, traits)
+        query_norm, key_norm = self._norms(config, dtype, traits)
+        self.query_norm = query_norm
+        self.key_norm = None if self.reads_other else key_norm
         self.value_norm = (
             Norm(shape[2:], axes[2:], config.rms_norm_eps, dtype, traits, has_scale=False)
             if traits.norm_values
@@ -230,7 +234,7 @@ class Attention(nnx.Module):
         """
         can = self.query_norm is None or not self.query_norm.is_centered
         can &= self.growth is None and not self.norm_after_rotation and self.value is None
-        can &= self.value_norm is None and not self.keys_as_values
+        can &= self.value_norm is None and not self.keys_as_values and not self.reads_other
         if can:
             kernel = rope_kv_write_kernel(x.dtype, kv[0], len(x), self.group, step.others)
             if kernel != "xla":
@@ -239,6 +243,8 @@ class Attention(nnx.Module):
         if self.qkv is not None:
             qkv = matmul(x, self.qkv[...], bias=value_of(self.qkv_bias))  # [T, K, G + 2, H]
         assert qkv is not None
+        if self.reads_other:
+            return self._rotated_queries(qkv, cos_sin), kv, None
         query, key = qkv[:, :, :group], qkv[:, :, group]
         if self.value is not None:
             val = self._values(x, key.shape[-1])
@@ -257,6 +263,14 @@ class Attention(nnx.Module):
             query = query * _growth(self.growth, step.positions, query.dtype)
         kv = write_kv((key, val), kv, self._cells(step), step.others, self._scales(kv))
         return query, kv, None
+
+    def _rotated_queries(
+        self, query: Float[Array, "T K G H"], cos_sin: CosSin | None
+    ) -> Float[Array, "T N H"]:
+        """Return the normalized and rotated queries of a layer that reads the pages of another."""
+        query = query if self.query_norm is None else self.query_norm(query)
+        query = query.reshape(len(query), -1, query.shape[-1])
+        return query if cos_sin is None else rotate(query, cos_sin, self.interleaved)
 
     def _values(self, x: Float[Array, "T D"], size: int) -> Float[Array, "T K H"]:
         """Return values that are shorter than keys, with zeros up to `size`, as in the cache."""

@@ -18,6 +18,7 @@ from jaxserve.models.expert_places import place_tables
 from jaxserve.models.experts import CountedRows, SparseMLP
 from jaxserve.models.experts_beside import ExpertsBesideMLP
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
+from jaxserve.models.layer_inputs import LayerInput, LayerInputs
 from jaxserve.models.layers import Embedding, Norm, Residual, build_mlp, norm_options
 from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator, constant
 from jaxserve.models.mixers import MIXERS, Kept, MixerInputs
@@ -80,8 +81,10 @@ class DecoderLayer(nnx.Module):
             kind = ExpertsBesideMLP if config.experts.beside else SparseMLP
             self.mlp = kind(config, config.experts, dtype, rngs, traits)
         else:
-            self.mlp = build_mlp(config, dtype, rngs, traits)
+            self.mlp = build_mlp(config.for_layer(index), dtype, rngs, traits)
         self.mlp_out_norm = norm(out_eps) if after and has_mlp else None
+        has_input = config.layer_inputs > 0
+        self.layer_input = LayerInput(config, dtype, rngs, traits) if has_input else None
         has_factor = traits.layer_factor
         self.layer_factor = constant(1.0, (1,), ("taps",), dtype) if has_factor else None
 
@@ -125,6 +128,9 @@ class DecoderLayer(nnx.Module):
                 else:
                     y = self.mlp(normed, kernel, step.others)
                 residual = self._updated(residual, y, self.mlp_out_norm, kernel, self.mlp_factor)
+        if self.layer_input is not None:
+            _, x = residual.normed(None, self.norm_options, step.others)
+            residual = Residual(self.layer_input(x, step))
         if self.layer_factor is not None:
             _, x = residual.normed(None, self.norm_options, step.others)
             multiply = partial(scaled, factor=self.layer_factor[...].astype(accumulator(x.dtype)))
@@ -212,6 +218,8 @@ class Decoder(nnx.Module):
     ) -> None:
         self.config = config
         self.embedding = Embedding(config, dtype, rngs)
+        has_inputs = config.layer_inputs > 0
+        self.layer_inputs = LayerInputs(config, dtype, rngs, traits) if has_inputs else None
         self.layers = nnx.List(
             DecoderLayer(config, dtype, rngs, traits, index)
             for index in range(config.num_hidden_layers)
@@ -270,6 +278,7 @@ class Decoder(nnx.Module):
                 x = rounded_once(lambda x: scaled(x, factor), x, step.positions)
             if (norm := self.embedding_norm) is not None:
                 x = Residual(x).normed(norm, norm.options, step.others)[1]
+            inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x, step)
             ropes = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
             sizes = [config.for_layer(layer).rotary_dim for layer in range(len(ropes))]
             angles = {
@@ -287,6 +296,8 @@ class Decoder(nnx.Module):
                 layer_step = (
                     step if places is None else replace(step, places=jnp.asarray(places[index]))
                 )
+                if inputs is not None:
+                    layer_step = replace(layer_step, layer_input=inputs[:, index])
                 if groups is not None:
                     pages, layer_step = groups.of_layer(index, layer_step)
                     arrays = arrays._replace(pages=pages)

@@ -62,6 +62,15 @@ GEMMA4 = {
     "rope_parameters": PROPORTIONAL,
     "tie_word_embeddings": True,
 }
+# Layers that read the pages of others, and inputs of each layer, as in E2B.
+SHARED = {
+    "enable_moe_block": False,
+    "num_hidden_layers": 5,
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+}
 
 DELTA = {
     "head_dim": 16,
@@ -814,6 +823,13 @@ CASES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": None,
         "layer_types": [SLIDING, SLIDING, FULL],
         "rope_parameters": {FULL: LINEAR_PARTS, SLIDING: LOCAL_ROPE},
+    },
+    "gemma4_shared_inputs": SHARED,
+    "gemma4_shared_wide_values": {
+        **SHARED,
+        "use_double_wide_mlp": True,
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 3,
     },
     "gemma4_unified_windows": {},
     "gemma4_unified_four_pages": {"num_attention_heads": 8, "num_key_value_heads": 8},

@@ -89,7 +89,8 @@ class Oracle:
         x = x * scales.embedding
         if self._traits.norm_embedding:
             x = self._norm(x, np.ones(config.hidden_size), offset=0.0)
-        after = config.out_norm_eps
+        after, inputs = config.out_norm_eps, self._layer_inputs(tokens, x)
+        self._kept: dict[int, tuple[Array, Array]] = {}
         for index, layer in enumerate(self._layers):
             if config.mixers_of(index):
                 normed = self._normed(x, layer, "attention_norm")
@@ -98,12 +99,25 @@ class Oracle:
             if config.has_mlp(index):
                 y = scales.mlp * self._mlp(self._normed(x, layer, "mlp_norm"), layer, x)
                 x = x + scales.residual * self._normed(y, layer, "mlp_out_norm", after)
+            if inputs is not None:
+                gate = _gelu(x @ layer["layer_input.gate"]) * inputs[:, index]
+                x = x + self._normed(gate @ layer["layer_input.project"], layer, "layer_input.norm")
             x = x * layer.get("layer_factor", 1)
         offset = None if self._traits.final_offset else 0.0
         logits = self._norm(x, w.get("norm.scale", np.ones(x.shape[-1])), offset=offset) @ project
         logits = logits / scales.logit_divisor * scales.logit_factor
         cap = scales.logit_cap
         return logits if cap is None else np.tanh(logits / cap) * cap
+
+    def _layer_inputs(self, tokens: Array, x: Array) -> Array | None:
+        """Return the input of each layer, [T, layers, size], or None if layers have none."""
+        w, config = self._weights, self._config
+        if "layer_inputs.table" not in w:
+            return None
+        shape = len(tokens), config.num_hidden_layers, config.layer_inputs
+        own = (w["layer_inputs.table"][tokens] * np.sqrt(shape[2])).reshape(shape)
+        projected = (x @ w["layer_inputs.project"] / np.sqrt(x.shape[-1])).reshape(shape)
+        return (self._norm(projected, w["layer_inputs.norm.scale"]) + own) / np.sqrt(2)
 
     def _mixed(self, index: int, layer: dict[str, Array], x: Array) -> Array:
         """Return the sum of the results of a layer's mixers for normalized tokens."""
@@ -121,7 +135,10 @@ class Oracle:
             factor = getattr(rope and rope.scaling, "attention_factor", 1.0)
             sign = -1 if rope is not None and rope.backwards else 1
             turns = factor * np.cos(angles), sign * factor * np.sin(angles)
-            results.append(after * self._attention(before * x, layer, *turns, window))
+            source = config.layers.sources[index] if config.layers.sources else index
+            results.append(after * self._attention(before * x, layer, *turns, window, source))
+            if source == index:
+                self._kept[index] = self._last
         return np.sum(results, axis=0)
 
     def _mlp(self, x: Array, layer: dict[str, Array], stream: Array) -> Array:
@@ -205,9 +222,22 @@ class Oracle:
         return [self._normed(x, layer, f"attention.{name}_norm") for name, x in names]
 
     def _attention(
-        self, x: Array, layer: dict[str, Array], cos: Array, sin: Array, window: int | None
+        self,
+        x: Array,
+        layer: dict[str, Array],
+        cos: Array,
+        sin: Array,
+        window: int | None,
+        source: int,
     ) -> Array:
+        """Return the attention of a layer to the keys and values of the layer `source`."""
         gate = None
+        if source in self._kept:
+            query = self._normed(
+                np.tensordot(x, layer["attention.qkv"], 1), layer, "attention.query_norm"
+            )
+            query = _rotated(query, cos[:, None, None], sin[:, None, None])
+            return self._mixture(query, *self._kept[source], layer, window, None)
         if "attention.head_gate" in layer:
             gate = np.tensordot(x, layer["attention.head_gate"], 1)[..., None]
         if "attention.query_gate" in layer:
@@ -238,15 +268,27 @@ class Oracle:
         key = _rotated(key, cos[:, None], sin[:, None])
         if self._traits.norm_after_rotation:
             query, key = self._heads_normed(query, key, layer)
-        key, value = self._through_cache(key), self._through_cache(value)
+        self._last = self._through_cache(key), self._through_cache(value)
+        return self._mixture(query, *self._last, layer, window, gate)
+
+    def _mixture(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        layer: dict[str, Array],
+        window: int | None,
+        gate: Array | None,
+    ) -> Array:
+        """Return the projected attention of queries [T, K, G, H] to keys and values [T, K, H]."""
         # Query heads by the head of keys that they share: [K, G, T, H] and [K, 1, T, H].
         query = query.transpose(1, 2, 0, 3)
         key, value = key.transpose(1, 0, 2)[:, None], value.transpose(1, 0, 2)[:, None]
         scale = self._config.scales.attention or self._config.head_dim**-0.5
         scores = scale * (query @ key.swapaxes(-1, -2))
-        seen = np.tri(len(x), dtype=bool)
+        seen = np.tri(scores.shape[-1], dtype=bool)
         if window is not None:
-            seen &= ~np.tri(len(x), k=-window, dtype=bool)
+            seen &= ~np.tri(len(seen), k=-window, dtype=bool)
         scores = np.where(seen, scores, -np.inf)
         top = scores.max(axis=-1, keepdims=True)
         weights = np.exp(scores - top)
@@ -339,7 +381,7 @@ def _through_int8(x: Array) -> Array:
 def _dense(
     x: Array, layer: dict[str, Array], name: str, factor: float = 1.0, soft: bool = False
 ) -> Array:
-    """Apply an MLP. `factor` is that of its gate, before the activation, which GELU is if `soft`."""
+    """Apply an MLP. `factor` is that of its gate, before the activation: GELU if it is `soft`."""
     if f"{name}.up" not in layer:
         gate_up, bias = layer[f"{name}.gate_up"], layer.get(f"{name}.gate_up_bias", NO_BIAS)
         down = layer.get(f"{name}.down_bias", 0)
@@ -378,9 +420,12 @@ def _gated(
     gate, up = x @ gate_up.swapaxes(0, 1) + bias[:, None]
     gate = factor * gate
     if soft:
-        inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
-        return (gate * (1 + np.tanh(inner)) / 2 * up) @ down
+        return (_gelu(gate) * up) @ down
     return (gate / (1 + np.exp(-gate)) * up) @ down
+
+
+def _gelu(x: Array) -> Array:
+    return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
 
 def _rotated(x: Array, cos: Array, sin: Array) -> Array:

@@ -25,6 +25,9 @@ class LayerTable:
         kv_heads, head_dims: the same for heads of keys and values, and for the size of a head.
         keys_as_values: whether attention takes the projected keys as values too. Empty: in no
             layer.
+        sources: number of the layer whose cache pages each layer reads. Layers with another number
+            than their own have no pages. Empty: each layer has its own.
+        mlp_sizes: width of the MLP of each layer. Empty: all layers have the same.
     """
 
     windows: tuple[int | None, ...]
@@ -35,6 +38,12 @@ class LayerTable:
     kv_heads: tuple[int, ...] = ()
     head_dims: tuple[int, ...] = ()
     keys_as_values: tuple[bool, ...] = ()
+    sources: tuple[int, ...] = ()
+    mlp_sizes: tuple[int, ...] = ()
+
+    def reads_other(self, layer: int) -> bool:
+        """Return whether a layer reads the cache pages of another, and has none of its own."""
+        return bool(self.sources) and self.sources[layer] != layer
 
 
 # Reads a LayerTable, given the fields and the number of layers.

@@ -97,12 +97,13 @@ class ModelConfig:
     declares, by default "float32". `local_rope` is the rotary embedding of layers with a window, if
     it differs. `attention_bias` applies to queries, keys and values, `output_bias` to the
     projection after attention. `head_dim` is the size of a head in the cache, `value_dim` that of a
-    value if it is smaller. `keys_as_values` states that values are the projected keys. Where
-    layers differ in these, `for_layer` gives those of a layer. `experts`, `latent` and `recurrent`
-    (sizes of layers with states) are None for models without them. `extra_layers` counts layers of
-    the checkpoint that are not read. `wrapper` names the multimodal architecture that contains this
-    text model. `split` is the division over devices. The class is hashable, so that modules can
-    hold it.
+    value if it is smaller. `keys_as_values` states that values are the projected keys, and
+    `reads_other` that a layer reads the cache pages of another. Where layers differ in these,
+    `for_layer` gives those of a layer. `layer_inputs` is the size of an input that each layer has,
+    or 0. `experts`, `latent` and `recurrent` (sizes of layers with states) are None for models
+    without them. `extra_layers` counts layers of the checkpoint that are not read. `wrapper` names
+    the multimodal architecture that contains this text model. `split` is the division over devices.
+    The class is hashable, so that modules can hold it.
     """
 
     architecture: str
@@ -137,6 +138,8 @@ class ModelConfig:
     out_norm_eps: float | None = None
     value_dim: int | None = None
     keys_as_values: bool = False
+    reads_other: bool = False
+    layer_inputs: int = 0
 
     @classmethod
     def from_fields(
@@ -188,6 +191,7 @@ class ModelConfig:
             split=ONE_DEVICE,
             out_norm_eps=_out_norm_eps(fields, rules),
             value_dim=_value_dim(fields, rules, sizes["head_dim"]),
+            layer_inputs=_layer_inputs(fields, rules),
             **sizes,
         )
         _finish(fields, rules)
@@ -211,7 +215,8 @@ class ModelConfig:
     def has_own_heads(self) -> bool:
         """Whether layers differ in their numbers of heads, or in the sizes of heads."""
         table = self.layers
-        return bool(table.heads or table.kv_heads or table.head_dims or table.keys_as_values)
+        listed = table.heads, table.kv_heads, table.head_dims, table.keys_as_values
+        return any((*listed, table.sources, table.mlp_sizes))
 
     def for_layer(self, layer: int) -> ModelConfig:
         """Return the same ModelConfig with the numbers and sizes of heads of one layer."""
@@ -223,6 +228,8 @@ class ModelConfig:
             "num_key_value_heads": table.kv_heads,
             "head_dim": table.head_dims,
             "keys_as_values": table.keys_as_values,
+            "reads_other": tuple(map(table.reads_other, range(len(table.sources)))),
+            "intermediate_size": table.mlp_sizes,
         }
         return replace(self, **{name: values[layer] for name, values in listed.items() if values})
 
@@ -262,6 +269,8 @@ class ModelConfig:
             window = self.layers.windows[layer]
             name = "attention" if window is None else f"window {window}"
             sized = self.for_layer(layer)
+            if sized.reads_other:
+                continue
             # A head that several devices have counts once for each of them.
             heads = max(sized.num_key_value_heads, self.split.devices)
             shape = heads, sized.head_dim, sized.head_dim
@@ -270,7 +279,7 @@ class ModelConfig:
             PageKind(name, tuple(layers), heads, key, value, window)
             for (name, heads, key, value, window), layers in kinds.items()
         )
-        return PageLayout.of(tuple(described), self.num_hidden_layers)
+        return PageLayout.of(tuple(described), self.num_hidden_layers, self.layers.sources)
 
     @property
     def num_page_layers(self) -> int:
@@ -374,6 +383,12 @@ def _out_norm_eps(fields: Fields, rules: ConfigRules) -> float | None:
 
 def _value_dim(fields: Fields, rules: ConfigRules, head_dim: int) -> int | None:
     return fields.integer(rules.value_dim, 2, head_dim) if rules.value_dim else None
+
+
+def _layer_inputs(fields: Fields, rules: ConfigRules) -> int:
+    if rules.layer_inputs is None or fields.take(rules.layer_inputs) == 0:
+        return 0
+    return fields.integer(rules.layer_inputs, 1, MAX_HIDDEN, default=0)
 
 
 def _extra_layers(fields: Fields, rules: ConfigRules) -> int:

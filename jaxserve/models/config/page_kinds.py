@@ -72,12 +72,15 @@ class PageLayout:
     places: tuple[LayerPages | None, ...]
 
     @classmethod
-    def of(cls, kinds: tuple[PageKind, ...], num_layers: int) -> PageLayout:
+    def of(
+        cls, kinds: tuple[PageKind, ...], num_layers: int, sources: tuple[int, ...] = ()
+    ) -> PageLayout:
         """Return the layout of kinds of pages in the fewest groups that waste little memory.
 
         Args:
             kinds: the kinds of pages.
             num_layers: number of layers of the model, with and without cache pages.
+            sources: number of the layer whose pages each layer reads. Empty: its own.
 
         Raises:
             UnsupportedModel: the pages of two kinds cannot have equally many bytes.
@@ -91,6 +94,8 @@ class PageLayout:
             for index, layer in enumerate(kind.layers):
                 places[layer] = LayerPages(number, first + index // depth, index % depth)
             first += -(-len(kind.layers) // depth)
+        if sources:
+            places = [places[source] for source in sources]
         layout = cls(kinds, depth, tuple(places))
         for number in range(len(kinds)):
             layout.splits(number)
@@ -127,6 +132,11 @@ class PageLayout:
     def most_splits(self) -> int:
         """Most pages of a group into which the tokens of a block are divided, at least 1."""
         return max(map(self.splits, range(len(self.kinds))), default=1)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether an array has the pages of several layers."""
+        return len([place for place in self.places if place is not None]) > self.depth
 
     @property
     def is_uniform(self) -> bool:

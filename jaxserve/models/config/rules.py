@@ -87,6 +87,7 @@ class ConfigRules:
         out_norm_eps: the field with the epsilon of norms of the results of attention and MLP, if it
             differs.
         value_dim: the field with the size of a value head, if it differs from `head_dim`.
+        layer_inputs: the field with the size of an input that each layer has, if there is one.
         qk_norm: the field that enables the family's norms of queries and keys, if it has one.
         length: the field with the number of positions to serve, instead of
             `max_position_embeddings`.
@@ -116,6 +117,7 @@ class ConfigRules:
     norm_eps: str = "rms_norm_eps"
     out_norm_eps: str | None = None
     value_dim: str | None = None
+    layer_inputs: str | None = None
     qk_norm: str | None = None
     length: str | None = None
     layers: ReadLayers = full_attention

@@ -3,8 +3,9 @@
 Layers without a window have larger heads, and in most models fewer kv heads, whose projected keys
 are the values too. They rotate a part of each head. Values are normalized without a scale, and a
 learned number multiplies the residual stream after each layer. The 26B-A4B has experts beside the
-MLP of each layer. Reference implementations: `Gemma4ForCausalLM` and `Gemma4UnifiedForCausalLM` in
-Hugging Face Transformers.
+MLP of each layer. In E2B and E4B each layer has an embedding of the token as a further input, and
+the last layers read the cache pages of earlier ones. Reference implementations:
+`Gemma4ForCausalLM` and `Gemma4UnifiedForCausalLM` in Hugging Face Transformers.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.layers import FULL, SLIDING, LayerTable, every
 from jaxserve.models.config.model_config import MAX_HEAD_DIM, MAX_HEADS, ModelConfig
 from jaxserve.models.config.rope import RopeRules
-from jaxserve.models.config.rules import HEADS, ConfigRules, Scales
+from jaxserve.models.config.rules import HEADS, MAX_MLP, ConfigRules, Scales
 from jaxserve.models.families.gemma import NORMS
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.weight_names import (
@@ -82,30 +83,49 @@ def _full_size(fields: Fields) -> int:
 
 
 def _layers(fields: Fields, layers: int) -> LayerTable:
-    """Read the window of each layer. The last layer never has one, as in Transformers."""
-    windows = list(every(PERIOD)(fields, layers).windows)
-    windows[-1] = None
-    full, heads = (
-        [window is None for window in windows],
-        fields.integer("num_key_value_heads", 1, MAX_HEADS),
-    )
-    size, (full_size, full_heads) = (
-        fields.integer("head_dim", 2, MAX_HEAD_DIM),
-        _of_full_layers(fields),
-    )
+    """Read the window and the sizes of each layer. The last layer has no window.
+
+    The last `num_kv_shared_layers` layers read the pages of the last layer before them with the
+    same window. Their MLP may be twice as wide.
+    """
+    windows = [*every(PERIOD)(fields, layers).windows[:-1], None]
+    full = [window is None for window in windows]
+    heads = fields.integer("num_key_value_heads", 1, MAX_HEADS)
+    size = fields.integer("head_dim", 2, MAX_HEAD_DIM)
+    full_size, full_heads = _of_full_layers(fields)
     listed = fields.take(BY_LAYER)
-    if isinstance(listed, dict) and listed.keys() != {
-        str(layer) for layer, is_full in enumerate(full) if is_full
-    }:
+    named = {str(layer) for layer, is_full in enumerate(full) if is_full}
+    if isinstance(listed, dict) and listed.keys() != named:
         fields.refuse(BY_LAYER, "the layers without a window")
     shares = fields.flag("attention_k_eq_v", default=False)
+    sources = _sources(fields, full)
+    doubled = fields.flag("use_double_wide_mlp", default=False)
+    width = fields.integer("intermediate_size", 1, MAX_MLP)
+    wide = [width * (2 if doubled and source != layer else 1) for layer, source in sources]
     return LayerTable(
         tuple(windows),
         (True,) * layers,
         kv_heads=tuple(full_heads if is_full else heads for is_full in full),
         head_dims=tuple(full_size if is_full else size for is_full in full),
         keys_as_values=tuple(shares and is_full for is_full in full),
+        sources=tuple(source for _, source in sources) if _shares_pages(sources) else (),
+        mlp_sizes=tuple(wide) if doubled else (),
     )
+
+
+def _sources(fields: Fields, full: list[bool]) -> list[tuple[int, int]]:
+    """Return each layer with the layer whose pages it reads."""
+    layers = len(full)
+    first = layers - fields.integer("num_kv_shared_layers", 0, layers, default=0)
+    last = {is_full: layer for layer, is_full in enumerate(full[:first])}
+    if set(full) != last.keys():
+        fields.refuse("num_kv_shared_layers", "so few that layers of each kind precede them")
+        first = layers
+    return [(layer, layer if layer < first else last[full[layer]]) for layer in range(layers)]
+
+
+def _shares_pages(sources: list[tuple[int, int]]) -> bool:
+    return any(layer != source for layer, source in sources)
 
 
 def _experts(fields: Fields, layers: int) -> Experts | None:
@@ -127,13 +147,23 @@ def _scales(fields: Fields, hidden_size: int) -> Scales:
 
 
 def _attention(config: ModelConfig) -> list[WeightName]:
+    skipped = (".k_proj.", ".v_proj.", ".k_norm.") if config.reads_other else ()
+    skipped = (".v_proj.",) if config.keys_as_values and not skipped else skipped
     projections = [*attention_projections(config), *QK_NORMS]
-    if not config.keys_as_values:
-        return projections
-    return [tensor for tensor in projections if ".v_proj." not in tensor.name]
+    return [tensor for tensor in projections if not any(part in tensor.name for part in skipped)]
 
 
 FACTOR = WeightName("layer_scalar", "One -> One", "layer_factor")
+INPUTS = (
+    WeightName("model.embed_tokens_per_layer.weight", "V All -> V All", "layer_inputs.table"),
+    WeightName("model.per_layer_model_projection.weight", "All D -> D All", "layer_inputs.project"),
+    WeightName("model.per_layer_projection_norm.weight", "Own -> Own", "layer_inputs.norm.scale"),
+)
+INPUT = (
+    WeightName("per_layer_input_gate.weight", "Own D -> D Own", "layer_input.gate"),
+    WeightName("per_layer_projection.weight", "D Own -> Own D", "layer_input.project"),
+    WeightName("post_per_layer_input_norm.weight", "D -> D", "layer_input.norm.scale"),
+)
 BESIDE = (
     WeightName("mlp.gate_proj.weight", "F D -> D F", "mlp.dense.gate_up", GATE),
     WeightName("mlp.up_proj.weight", "F D -> D F", "mlp.dense.gate_up", UP),
@@ -150,11 +180,14 @@ BESIDE = (
 
 
 def _weights(config: ModelConfig) -> list[WeightName]:
-    mlp = mlp_projections(config) if config.experts is None else BESIDE
+    inputs, layer_input = (INPUTS, INPUT) if config.layer_inputs else ((), ())
+    experts = () if config.experts is None else BESIDE
     return [
         *embedding_weights(config),
-        *every_layer([*NORMS, *mlp, FACTOR], config),
+        *inputs,
+        *every_layer([*NORMS, *experts, *layer_input, FACTOR], config),
         *by_heads(config, _attention),
+        *(by_heads(config, mlp_projections) if config.experts is None else ()),
         FINAL_NORM,
     ]
 
@@ -167,13 +200,11 @@ _RULES = ConfigRules(
             "attention_bias": False,
             "hidden_act": "gelu_pytorch_tanh",
             "hidden_activation": "gelu_pytorch_tanh",
-            "hidden_size_per_layer_input": 0,
-            "num_kv_shared_layers": 0,
             "use_bidirectional_attention": (None, False, "vision"),
-            "use_double_wide_mlp": False,
         }
     ),
     ignored=frozenset({"vocab_size_per_layer_input"}),
+    layer_inputs="hidden_size_per_layer_input",
     defaults=MappingProxyType({"rope_parameters": ROPES}),
     explicit=HEADS,
     layers=_layers,
