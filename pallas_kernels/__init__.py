@@ -8,6 +8,8 @@ tokens of a page, head dim), so each pair (page, kv head) is one contiguous run 
 * ``kv_write``: store the keys and values of a step in their pages, in place.
 * ``rope_kv_write``: normalize and rotate queries and keys, then store keys and values.
 * ``quantized_kv_write``: store int8 keys and values, with one scale per token and kv head.
+* ``latent_attention``, ``latent_write``, ``quantized_latent_write``: the same over one array
+  ``[P, 1, S, C]`` of latents, which all heads read as keys and, in part, as values.
 * ``attention_of_part`` and ``merge_parts``: attention over a cache that is sharded over devices by
   position. The first computes one shard, the second combines all shards.
 * ``sum_over_devices`` and ``add_norm_over_devices``: sums over the devices of a mesh.
@@ -43,6 +45,8 @@ from pallas_kernels.arguments import AttentionOptions, check_page_table
 from pallas_kernels.context_parts import PartPositions, attention_of_part, merge_parts
 from pallas_kernels.device_sums import add_norm_over_devices, device_sum_limit, sum_over_devices
 from pallas_kernels.implementation import IMPLEMENTATIONS
+from pallas_kernels.latent import latent_attention, latent_write, quantized_latent_write
+from pallas_kernels.latent_arguments import LatentOptions
 from pallas_kernels.ops import (
     add_norm,
     add_norm_kernel,
@@ -98,6 +102,7 @@ __all__ = [
     "ConvWeights",
     "DeltaOptions",
     "DrawSettings",
+    "LatentOptions",
     "Mamba2Options",
     "NormOptions",
     "PartPositions",
@@ -126,6 +131,8 @@ __all__ = [
     "kernel_code",
     "kernels_from",
     "kv_write",
+    "latent_attention",
+    "latent_write",
     "mamba2",
     "matmul_in_parts",
     "merge_parts",
@@ -134,6 +141,7 @@ __all__ = [
     "panel_product",
     "quantized_grouped_matmul",
     "quantized_kv_write",
+    "quantized_latent_write",
     "quantized_matmul",
     "quantized_panel_product",
     "ragged_paged_attention",

@@ -15,6 +15,7 @@ from typing import Any
 
 from pallas_kernels.arguments import FP8, FP8_BITS, INT8, Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, target_device
+from pallas_kernels.latent_arguments import LatentCase
 from pallas_kernels.row_arguments import ProductCase, RowsCase
 from pallas_kernels.state_case import StateCase
 
@@ -32,6 +33,10 @@ KERNELS: Mapping[tuple[str, str], Mapping[str, str]] = MappingProxyType(
         },
         ("decode", "cpu"): {"llvm": "cpu.attention", "xla": "xla"},
         ("decode", "gpu"): {"triton": "gpu.triton_decode", "xla": "gpu.xla_attention"},
+        ("latent_attention", "cpu"): {"llvm": "cpu.latent", "xla": "xla_latent"},
+        ("latent_attention", "gpu"): {"xla": "xla_latent"},
+        ("latent_write", "cpu"): {"xla": "xla_latent"},
+        ("latent_write", "gpu"): {"xla": "xla_latent"},
         ("kv_write", "cpu"): {"xla": "xla"},
         ("kv_write", "gpu"): {"triton": "gpu.triton_kv_write", "xla": "xla"},
         ("rope_kv_write", "cpu"): {"llvm": "cpu.rope_kv_write", "xla": "reference"},
@@ -80,6 +85,7 @@ LLVM_WRITES = (
 )
 """Dtypes of queries and pages that the CPU kernel of ``rope_kv_write`` supports."""
 MAX_GROUP = 16
+MAX_CELL = 576  # numbers of a cell of latents. The stack of a thread holds a block of cells.
 MAX_NORM_WIDTH = 32768  # a program holds a row in registers
 MOST_OF_STATES = {
     "causal_conv": 16,
@@ -222,7 +228,8 @@ def _mosaic_limit(case: AnyCase) -> str | None:
 
 def _llvm_limit(case: AnyCase) -> str | None:
     """Return why the CPU kernels cannot compute the call `case`, or None if they can."""
-    ops = ("ragged", "decode", "add_norm", "rope_kv_write", *MOST_OF_STATES)
+    attention = ("ragged", "decode", "latent_attention")
+    ops = (*attention, "add_norm", "rope_kv_write", *MOST_OF_STATES)
     if case.op not in ops:
         return f"there is no llvm kernel for {case.op}; allowed: xla"
     if find_spec("llvmlite") is None:
@@ -239,9 +246,13 @@ def _llvm_limit(case: AnyCase) -> str | None:
         return f"dtypes are {' over '.join(pair)} pages; allowed: {allowed}"
     if case.S > LLVM_PAGE_SIZE:
         return f"k_pages has page size S = {case.S}; allowed: 1 to {LLVM_PAGE_SIZE}"
-    if case.H % 8 or not 8 <= case.H <= 256:
-        return f"head dim is {case.H}; allowed: multiples of 8 from 8 to 256"
-    if case.group > MAX_GROUP:
+    is_latent = isinstance(case, LatentCase)
+    most = MAX_CELL if is_latent else 256
+    if case.H % 8 or not 8 <= case.H <= most:
+        return f"head dim is {case.H}; allowed: multiples of 8 from 8 to {most}"
+    if is_latent and case.rank % 8:
+        return f"rank is {case.rank}; allowed: multiples of 8"
+    if case.group > MAX_GROUP and not is_latent:
         return f"q has {case.group} heads per kv head; allowed: 1 to {MAX_GROUP}"
     widest = max(4, case.query_dtype.itemsize)
     if case.page_dtype == FP8 or case.page_dtype.itemsize > widest:

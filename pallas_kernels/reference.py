@@ -446,6 +446,27 @@ def conv_recurrence(
     return y, (conv, state)
 
 
+def latent_attention(arrays: AttentionArrays, options: AttentionOptions, rank: int) -> jax.Array:
+    """Compute causal attention over pages of latents, token by token: [T,N,rank] of q's dtype.
+
+    The keys are whole cells, and the values their first `rank` numbers.
+
+    Args:
+        arrays: queries [T,N,C], and the pages [P,1,S,C] as keys and as values.
+        options: scale of the scores, and the scale of the pages as that of keys and of values.
+        rank: numbers of a value.
+    """
+    return ragged_paged_attention(arrays, options)[..., :rank]
+
+
+def latent_write(
+    new: jax.Array, pages: jax.Array, slot_mapping: jax.Array, scale: jax.Array | None = None
+) -> jax.Array:
+    """Store latents [T,C] in their pages [P,1,S,C]. Return the new pages."""
+    cells = new[:, None]
+    return kv_write(cells, cells, pages, pages, slot_mapping, k_scale=scale, v_scale=scale)[0]
+
+
 def _parts(
     mixed: jax.Array, options: DeltaOptions | Mamba2Options
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

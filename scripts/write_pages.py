@@ -23,6 +23,7 @@ from pallas_kernels import quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.arguments import Case, GroupedCase
 from pallas_kernels.devices import DeviceLimits, find_card
 from pallas_kernels.implementation import AnyCase, choose, module_of
+from pallas_kernels.latent_arguments import LatentCase
 from pallas_kernels.row_arguments import ProductCase, RowsCase
 from scripts.lib.argument_types import script_parser
 from scripts.lib.paths import ROOT
@@ -50,6 +51,9 @@ CASES: dict[str, Callable[[DeviceLimits], AnyCase]] = {
     "attention of prompts, bfloat16": paged("ragged", BFLOAT16),
     "attention of prompts, float32 or head dim 80": paged("ragged", FLOAT32, 80),
     "attention of decodes": paged("decode", BFLOAT16),
+    "attention over latents": lambda device: LatentCase(
+        "latent_attention", device, BFLOAT16, BFLOAT16, 64, 64, 999, 16, 99, 16, 1, 576, 512
+    ),
     "write of keys and values": paged("kv_write", BFLOAT16),
     "norms, rotation and that write": paged("rope_kv_write", BFLOAT16),
     "addition to the residual stream and norm": lambda device: RowsCase(

@@ -77,9 +77,9 @@ MAX_LEN = LONGEST_PROMPT + LONGEST_OUTPUT + 2
 SLOTS = 5
 DEVICE_PAGES = 400
 DEVICE_SNAPSHOTS = 40
-# Cases that the oracle computes beside plain Qwen3: layers with windows, or that keep states.
+# Cases that the oracle computes beside plain Qwen3: layers with windows, latents or states.
 ORACLES = (
-    *("qwen3_window", "lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h"),
+    *("qwen3_window", "deepseek_v3", "lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h"),
     *("granitemoehybrid", "falcon_h1", "bamba", "olmo_hybrid", "mamba2"),
     *("gemma4", *TRAIT_FAMILIES),
 )

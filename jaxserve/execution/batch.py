@@ -124,6 +124,13 @@ def _parts(
     )
 
 
+def _parts_of(
+    words: Int32[np.ndarray, " N"], bucket: Bucket, slots: SlotTable
+) -> _Parts[np.ndarray]:
+    shape = bucket.num_tokens, bucket.num_rows, slots.keeps_states, slots.num_parts
+    return _parts(words, *shape)
+
+
 def unpack(
     words: Int32[AnyArray, " N"],
     num_tokens: int,
@@ -204,8 +211,7 @@ def pack(
     """
     num_rows, num_tokens = len(plan), plan.total_tokens
     words = np.empty(_size(bucket, slots), np.int32)
-    shape = bucket.num_tokens, bucket.num_rows, slots.keeps_states, slots.num_parts
-    parts = _parts(words, *shape)
+    parts = _parts_of(words, bucket, slots)
     tokens, positions, row_of_token, targets = parts.tokens
     kv_len, padded, sample_index, sample_slots = parts.rows
     query_start = parts.query_start
@@ -240,11 +246,10 @@ def pack(
     slots.settings.take(rows, axis=0, out=parts.settings, mode="clip")
     if parts.states is not None:
         _lay_states(plan, parts.states)
-    places, pages = parts.pages[0], parts.pages[1:]
     count = 0 if new_pages is None else len(new_pages)
-    places[count:] = slots.page_table.size
+    parts.pages[0, count:] = slots.page_table.size
     if new_pages is not None:
-        places[:count], pages[:, :count] = new_pages, slots.pool_pages(new_pages)
+        parts.pages[0, :count], parts.pages[1:, :count] = new_pages, slots.pool_pages(new_pages)
     targets[:] = NO_TOKEN
     if slots.has_prompt_logprobs and not bucket.decode_only:
         targets[:num_tokens] = _prompt_targets(plan, slots, positions[:num_tokens])

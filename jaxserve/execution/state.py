@@ -22,7 +22,7 @@ from jaxserve.models import ModelConfig
 from jaxserve.models.expert_places import place_counts
 from jaxserve.models.linear import accumulator
 from jaxserve.models.mixers import Kept
-from jaxserve.models.paged import KVPages
+from jaxserve.models.paged import LayerPages
 from jaxserve.models.shards import AXIS
 from pallas_kernels.arguments import FP8, FP8_BITS, INT8
 from pallas_kernels.implementation import FOUR_GIB, TWO_GIB
@@ -116,7 +116,7 @@ class DeviceState:
     second copy. The pages start as zeros, so that an unused cell never contains a NaN.
     """
 
-    kv: list[KVPages]  # one per layer of a group (see `PageLayout`)
+    kv: list[LayerPages]  # one per layer of a group (see `PageLayout`)
     page_table: Int32[Array, "slots_plus_1 W"]  # the entries sent so far (see `page_table`)
     last_token: Int32[Array, " slots_plus_1"]  # the newest sampled token of each slot
     sampler: SamplerState
@@ -203,10 +203,9 @@ def memory_kinds(
     if layout.kinds:  # else pages have no bytes, and the scheduler counts tokens by them
         kind, size = layout.kinds[0], page_size // layout.splits(0)
         cells = max(1, kind.heads // devices) * devices, size // config.split.context
-        sizes = kind.key_size, kind.value_size
-        page = tuple(jax.ShapeDtypeStruct((*cells, size), dtype) for size in sizes)
+        page = tuple(jax.ShapeDtypeStruct((*cells, size), dtype) for size in kind.sizes)
         if dtype == INT8:
-            page += (jax.ShapeDtypeStruct(cells, SCALE),) * 2
+            page += (jax.ShapeDtypeStruct(cells, SCALE),) * len(page)
     row = jax.tree.map(_unit, jax.eval_shape(lambda: make_sampler_state(0, config.vocab_size)))
     kinds = (
         MemoryKind.of(PAGES, "page", page, num_pages, layers=layout.depth, devices=devices),

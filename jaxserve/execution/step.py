@@ -303,9 +303,8 @@ def decode_steps(
     `model_step`, so the number of steps per launch does not change results.
 
     Args:
-        graphdef, treedef, leaves, state: see `model_step`.
+        graphdef, treedef, leaves, state, options: see `model_step`.
         batch: the inputs of the first step, one token per row. most: static, the most steps.
-        options: the options of `model_step`.
 
     Returns:
         The new state and the output. `token_ids` is [most, R], defined for the steps in which a row

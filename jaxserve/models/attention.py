@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.collectives import device_index, heads_of_group, parts_of_group
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.config.rope import YarnScaling
+from jaxserve.models.config.rope import Rope, YarnScaling
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.layers import Norm
 from jaxserve.models.linear import (
@@ -82,10 +82,7 @@ class Attention(nnx.Module):
         self.context = config.split.context
         self.window, self.scale = window, config.scales.attention
         self.soft_cap, self.interleaved = config.scales.attention_cap, traits.interleaved
-        scaling = config.rope.scaling
-        self.growth = None
-        if isinstance(scaling, YarnScaling) and scaling.query_beta > 0:
-            self.growth = scaling
+        self.growth = growing(config.rope)
         heads: LogicalAxes = ("embed", "kv_heads", "group", "head_dim")
         # Values of another size than keys are projected by themselves.
         self.value_dim = value_dim = config.value_dim
@@ -260,8 +257,10 @@ class Attention(nnx.Module):
         if self.norm_after_rotation:
             query, key = self._normed(query, key)
         if self.growth is not None:
-            query = query * _growth(self.growth, step.positions, query.dtype)
-        kv = write_kv((key, val), kv, self._cells(step), step.others, self._scales(kv))
+            query = query * growth_at(self.growth, step.positions, query.dtype)
+        kv = write_kv(
+            (key, val), kv, own_cells(step, self.axis, self.context), step.others, self._scales(kv)
+        )
         return query, kv, None
 
     def _rotated_queries(
@@ -319,7 +318,7 @@ class Attention(nnx.Module):
             qkv,
             cos_sin,
             *kv[:2],
-            self._cells(step),
+            own_cells(step, self.axis, self.context),
             QkvOptions(**options),
             dtype=x.dtype,
             implementation=step.others,
@@ -409,18 +408,25 @@ class Attention(nnx.Module):
         sinks = None if sinks is None else sinks.reshape(-1)
         return merge_parts(parts, sinks).astype(query.dtype)
 
-    def _cells(self, step: PagedStep) -> Int32[Array, " T"]:
-        if self.context == 1 or self.axis is None:
-            return step.slot_mapping
-        # Numbers of cells on this device, or -1 for positions on other devices.
-        cell, number = step.slot_mapping, device_index(self.axis) % self.context
-        return jnp.where((cell >= 0) & (cell % self.context == number), cell // self.context, -1)
-
     def _scales(self, kv: KVPages) -> dict[str, Any]:
         if self.kv_scales is None or len(kv) == 4:
             return scales_of(kv)
         key, value = self.kv_scales[...]
         return {"k_scale": key, "v_scale": value}
+
+
+def own_cells(step: PagedStep, axis: str | None, context: int) -> Int32[Array, " T"]:
+    """Return the cell of each token in the cache of this device, or -1 for positions elsewhere.
+
+    Args:
+        step: the batch, with the cells in the whole cache.
+        axis: mesh axis, or None for one device.
+        context: number of devices that divide the positions between them.
+    """
+    if context == 1 or axis is None:
+        return step.slot_mapping
+    cell, number = step.slot_mapping, device_index(axis) % context
+    return jnp.where((cell >= 0) & (cell % context == number), cell // context, -1)
 
 
 def scales_of(kv: KVPages) -> dict[str, Float[Array, "P K S"]]:
@@ -482,9 +488,16 @@ def _mean_squares(
     return jnp.stack(means, axis=1)
 
 
-def _growth(
+def growing(rope: Rope) -> YarnScaling | None:
+    """Return the scaling of a rotary embedding if it says that queries grow with the position."""
+    scaling = rope.scaling
+    return scaling if isinstance(scaling, YarnScaling) and scaling.query_beta > 0 else None
+
+
+def growth_at(
     scaling: YarnScaling, positions: Int32[Array, " T"], dtype: DTypeLike
 ) -> Float[Array, "T 1 1"]:
+    """Return the factor of each token's queries, 1 + query_beta * log(1 + position // original)."""
     times = (positions // scaling.original_max_position_embeddings).astype(accumulator(dtype))
     return (1.0 + scaling.query_beta * jnp.log1p(times))[:, None, None].astype(dtype)
 

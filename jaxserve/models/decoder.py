@@ -22,7 +22,7 @@ from jaxserve.models.layer_inputs import LayerInput, LayerInputs
 from jaxserve.models.layers import Embedding, Norm, Residual, build_mlp, norm_options
 from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator, constant
 from jaxserve.models.mixers import MIXERS, Kept, MixerInputs
-from jaxserve.models.paged import KVPages, PagedStep, PageGroups
+from jaxserve.models.paged import LayerPages, PagedStep, PageGroups
 from jaxserve.models.rope import rope_cos_sin
 from jaxserve.models.rounding import rounded_once
 from pallas_kernels import add_norm_kernel
@@ -234,8 +234,8 @@ class Decoder(nnx.Module):
         )
 
     def __call__(
-        self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[KVPages]
-    ) -> tuple[Float[Array, "T D"], list[KVPages]]:
+        self, tokens: Int32[Array, " T"], step: PagedStep, kv: Sequence[LayerPages]
+    ) -> tuple[Float[Array, "T D"], list[LayerPages]]:
         """Return all tokens' hidden states after the final norm, [T, D], and the updated cache.
 
         The layers are unrolled: a scan would copy the whole cache, or every layer's weights, in

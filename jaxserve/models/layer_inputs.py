@@ -17,6 +17,7 @@ from jaxserve.models.family import FamilyTraits
 from jaxserve.models.layers import Norm, rows_over_devices
 from jaxserve.models.linear import accumulator, matmul, weight
 from jaxserve.models.paged import PagedStep
+from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.models.rounding import rounded_once
 from pallas_kernels import gated
 
@@ -64,7 +65,10 @@ class LayerInputs(nnx.Module):
         return ((projected + own).astype(exact) * 2**-0.5).astype(x.dtype)
 
     def _rows(self, tokens: Int32[Array, " T"]) -> Float[Array, "T LP"]:
-        return jnp.take(self.table[...], tokens, axis=0, mode="clip")
+        table = self.table[...]
+        if isinstance(table, PlacedWeight):
+            return table.columns(tokens)
+        return jnp.take(table, tokens, axis=0, mode="clip")
 
 
 class LayerInput(nnx.Module):

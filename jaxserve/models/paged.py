@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     Scales = Float32[Array, "P K S"]
     # One layer's k_pages and v_pages, and the scales of each if pages are int8.
     KVPages = tuple[Pages, Pages] | tuple[Pages, Pages, Scales, Scales]
+    # With latent attention, the pages of latents, and their scales if pages are int8.
+    LatentPages = tuple[Pages] | tuple[Pages, Scales]
+    LayerPages = KVPages | LatentPages
     States = tuple[Shaped[Array, "places ..."], ...]
 else:  # for modules that run without jaxtyping
-    KVPages = States = tuple[jax.Array, ...]
+    KVPages = LatentPages = LayerPages = States = tuple[jax.Array, ...]
 
 # "group": the query heads that share a kv head (in the fused projection also its key and value).
 LogicalAxis = Literal[
@@ -107,14 +110,14 @@ class PageGroups:
     def __init__(
         self,
         layout: PageLayout,
-        pages: Sequence[KVPages],
+        pages: Sequence[LayerPages],
         cells: Sequence[GroupCells],
         devices: int = 1,
     ) -> None:
         self._layout, self._cells, self._devices = layout, cells, devices
         self.pages = list(pages)
 
-    def of_layer(self, layer: int, step: PagedStep) -> tuple[KVPages | tuple[()], PagedStep]:
+    def of_layer(self, layer: int, step: PagedStep) -> tuple[LayerPages | tuple[()], PagedStep]:
         """Return the pages of a layer after the layers before it, and the step with its cells."""
         place = self._layout.places[layer]
         if place is None:
@@ -122,23 +125,23 @@ class PageGroups:
         pages = self.pages[place.array]
         return self._as_kind(pages, place.kind), replace(step, **self._cells[place.group]._asdict())
 
-    def put(self, layer: int, pages: KVPages) -> None:
+    def put(self, layer: int, pages: LayerPages) -> None:
         """Replace the pages of a layer by pages with the keys and values of the step."""
         place = self._layout.places[layer]
         if place is not None:
             self.pages[place.array] = self._as_kind(pages, 0)
 
-    def _as_kind(self, pages: KVPages, kind: int) -> KVPages:
+    def _as_kind(self, pages: LayerPages, kind: int) -> LayerPages:
         """Return pages in the shape of a kind, of whose pages all have as many numbers."""
         if self._layout.is_uniform:
             return pages
-        heads, *sizes = self._layout.kinds[kind].shape
-        heads = max(1, heads // self._devices)
-        shaped = [
+        described = self._layout.kinds[kind]
+        heads = max(1, described.heads // self._devices)
+        shaped: Any = tuple(
             page.reshape(page.shape[0], heads, -1, size)
-            for page, size in zip(pages, sizes, strict=True)
-        ]
-        return shaped[0], shaped[1]
+            for page, size in zip(pages, described.sizes, strict=True)
+        )
+        return shaped
 
 
 def logical_axes(module: nnx.Module) -> dict[str, LogicalAxes]:

@@ -54,12 +54,17 @@ PROJECTIONS: Mapping[LogicalAxes, int] = MappingProxyType(
         ("kv_heads", "head_dim", "embed"): 2,
     }
 )
-# The same for experts. The first dimension is the expert, the second the input of its matrix.
+HEAD_KEYS: LogicalAxes = ("kv_heads", "head_dim", "latent")
+"""The axes of the projection of keys from latents, which multiplies queries."""
+# The same for experts, and for heads with a matrix each. The first dimension is the expert or head,
+# the second the input of its matrix.
 EXPERTS: frozenset[LogicalAxes] = frozenset(
     {
         ("experts", "embed", "gate_up", "mlp"),
         ("experts", "embed", "mlp"),
         ("experts", "mlp", "embed"),
+        HEAD_KEYS,
+        ("kv_heads", "latent", "head_dim"),
     }
 )
 FULL = "full"

@@ -30,6 +30,7 @@ from jaxserve.models.families.flex_olmo import FLEX_OLMO
 from jaxserve.models.families.gemma import GEMMA
 from jaxserve.models.families.gemma4 import GEMMA4
 from jaxserve.models.families.glm import GLM
+from jaxserve.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from jaxserve.models.families.gpt_oss import GPT_OSS
 from jaxserve.models.families.granite import GRANITE
 from jaxserve.models.families.hunyuan import HUNYUAN
@@ -40,6 +41,7 @@ from jaxserve.models.families.mamba2 import MAMBA2
 from jaxserve.models.families.mimo import MIMO
 from jaxserve.models.families.minimax import MINIMAX
 from jaxserve.models.families.mistral import MISTRAL
+from jaxserve.models.families.mistral4 import MISTRAL4
 from jaxserve.models.families.mixtral import MIXTRAL
 from jaxserve.models.families.muse_glimmer import MUSE_GLIMMER
 from jaxserve.models.families.nanochat import NANOCHAT
@@ -73,6 +75,8 @@ FAMILIES = (
     QWEN,
     GPT_OSS,
     DEEPSEEK,
+    GLM4_MOE_LITE,
+    MISTRAL4,
     PHI3,
     SMOLLM3,
     OLMO,

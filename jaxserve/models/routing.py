@@ -41,11 +41,11 @@ def route(
     if kind != "sigmoid":
         choice = shares = softmax(scores)
         choice = choice if correction is None else choice + correction
-        choice = _in_best_groups(choice, experts, best=1)
+        choice = _in_best_groups(choice, experts, best=experts.group_best or 1)
     else:
         shares = sigmoid(scores)
         choice = shares if correction is None else shares + correction
-        choice = _in_best_groups(choice, experts, best=2)
+        choice = _in_best_groups(choice, experts, best=experts.group_best or 2)
     _, chosen = lax.top_k(choice, experts.chosen)
     weights = jnp.take_along_axis(shares, chosen, axis=-1)
     if experts.normalize:

@@ -211,6 +211,14 @@ def local_kv_heads(config: ModelConfig) -> int:
     return max(1, config.num_key_value_heads // config.split.devices)
 
 
+def local_cells(config: ModelConfig) -> int:
+    """Return the number of cells of a token in a layer's cache on each device.
+
+    It is the number of kv heads, or 1 with latent attention, whose heads share their cells.
+    """
+    return local_kv_heads(config) if config.latent is None else 1
+
+
 def padded_vocab(config: ModelConfig) -> int:
     """Return the size of the vocabulary, rounded up to a multiple of the number of devices."""
     devices = config.split.devices
@@ -270,6 +278,8 @@ def _check_context(config: ModelConfig) -> None:
     """
     context = config.split.context
     copies, heads = min((kv_copies(one), one.num_key_value_heads) for one in config.sized)
+    if config.latent is not None:  # every device has the only head
+        heads, copies = 1, config.split.devices
     if context > 1 and config.recurrent is not None:
         raise UnsupportedModel(
             f"decode_context_parallel_size is {context}; allowed: 1, since layers of this "

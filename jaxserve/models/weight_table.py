@@ -53,6 +53,9 @@ class WeightName:
             are fused.
         part: the index of this part of a stacked tensor, whose parts have separate WeightNames.
         other: a layout of some checkpoints, recognized by the tensor's shape, or "".
+        rows: (first, count) if the layout describes only some consecutive rows of the tensor: the
+            first of them, and the number of rows of the tensor. Such parts of a tensor have
+            different numbers in `part`.
     """
 
     name: str
@@ -61,6 +64,7 @@ class WeightName:
     index: Index = (...,)
     part: int = 0
     other: str = ""
+    rows: tuple[int, int] | None = None
 
     def stored_as(self, shape: tuple[int, ...] | None, dims: Mapping[str, int]) -> WeightName:
         """Return this WeightName, or a copy in the layout of its field `other`.
@@ -80,7 +84,8 @@ class WeightName:
 
         `dims` gives the size of each letter of the layout (see `dimensions`).
         """
-        return tuple(sum(part) for part in self._sizes(dims))
+        shape = tuple(sum(part) for part in self._sizes(dims))
+        return shape if self.rows is None else (self.rows[1], *shape[1:])
 
     def arrange(self, tensor: np.ndarray, dims: Mapping[str, int]) -> np.ndarray:
         """Return a view of the tensor, or its stacked part, in the parameter's dimension order."""
@@ -103,7 +108,8 @@ class WeightName:
             return
         order = tuple(source.index(name) for name in self._side(1).split())
         shape = tuple(dims[name] for name in source)
-        first = sum(sizes[0][: self.part]) if len(sizes[0]) > 1 else 0
+        first = 0 if self.rows is None else self.rows[0]
+        first += sum(sizes[0][: self.part]) if len(sizes[0]) > 1 else 0
         step = prod(dims[name] for name in names[0][1:])  # rows of an outermost entry
         count = max(1, max_values // max(1, prod(shape[1:])))
         outer = (slice(None),) * order.index(0)
@@ -138,7 +144,7 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
     layers have All such numbers. There are E experts of width M and a shared one of width S.
     P is the pair of gate and up projections. Latent attention has latents of ranks L (queries) and
     C (keys and values); J is C plus the rotated part. Its heads have sizes A (queries and keys), B
-    (the part of keys and values that is projected from their latent) and U (values). A short
+    (the part of keys that is projected from their latent) and U (values). A short
     convolution has W taps for each of Y channels. X is the triple of its projections. One is 1.
     """
     sizes = {
@@ -176,5 +182,5 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         sizes |= {"E": experts.count, "M": experts.size, "S": experts.shared, "Lat": experts.latent}
     if (latent := config.latent) is not None:
         sizes |= {"L": latent.query_rank or 0, "C": latent.rank, "J": latent.rank + latent.rotary}
-        sizes |= {"A": latent.key, "B": latent.plain + latent.value, "U": latent.value}
+        sizes |= {"A": latent.key, "B": latent.plain, "U": latent.value}
     return sizes

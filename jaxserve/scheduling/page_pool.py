@@ -37,6 +37,21 @@ class CachedPrefix(NamedTuple):
     blocks: list[np.ndarray]
     is_end: np.ndarray | None = None
 
+    def num_usable(self, has_snapshot: Callable[[np.ndarray], np.ndarray] | None) -> int:
+        """Return the number of blocks of the longest part after which a sequence can start.
+
+        Args:
+            has_snapshot: returns whether blocks of the first kind have a snapshot, which a sequence
+                needs then. None for a model without states.
+        """
+        is_end, first = self.is_end, self.blocks[0]
+        if has_snapshot is not None:
+            is_end = has_snapshot(first) if is_end is None else is_end & has_snapshot(first)
+        if is_end is None:
+            return len(first)
+        ends = np.flatnonzero(is_end)
+        return int(ends[-1]) + 1 if len(ends) else 0
+
     def first(self, count: int) -> list[np.ndarray]:
         """Return the first `count` blocks of each kind."""
         return [blocks[:count] for blocks in self.blocks]
@@ -60,8 +75,9 @@ class PagePool:
         kinds: the kinds of pages. One key stands for a block of each kind.
 
     Attributes:
-        block_pages: int32[num_pages, most pages of a block], the pages of each block. Undefined for
-            pages that are not the first one of a block, and for one kind.
+        block_pages: int32[num_pages, most pages of a block], the pages of each block, its own
+            number first. The others are undefined for pages that are not the first one of a block.
+            Empty for one kind.
 
     Raises:
         ValueError: `num_pages` is below 2.
@@ -79,8 +95,10 @@ class PagePool:
         self._is_plain, self._most_of_block = counts == [1], max(counts)
         rows = 0 if self._is_plain else num_pages
         self._counts = np.array(counts)
+        self._first_of_kind = np.cumsum([0, *counts[:-1]])
         self._kind_of = np.zeros(rows, np.int8)
         self.block_pages = np.zeros((rows, self._most_of_block), np.int32)
+        self.block_pages[:, 0] = np.arange(rows)
         # A counter that grows when pages become free or cached, so that a sequence that did not fit
         # before may fit.
         self.num_changes = 0
@@ -118,25 +136,36 @@ class PagePool:
         """Number of pages of the pool without the null page."""
         return self.num_pages - 1
 
-    def allocate(self, count: int, kind: int = 0) -> np.ndarray:
-        """Allocate blocks of a kind with reference count 1 and return them, intp[count].
+    def allocate(self, count: int) -> np.ndarray:
+        """Allocate `count` blocks of each kind with reference count 1.
 
         The caller has checked that their pages are at most `num_free`. If there are too few free
         pages without a key, cached free blocks are evicted from the prefix cache.
+
+        Returns:
+            intp[count], or intp[kinds, count] if there are several kinds or pages of a block.
         """
-        each = 1 if self._is_plain else self.kinds[kind].num_pages
-        total = count * each
-        assert total <= self.num_free, "allocate beyond num_free"
-        if total > self._num_blank:
-            self._evict(total - self._num_blank)
-        self._num_blank -= total
-        pages = self._blank[self._num_blank : self._num_blank + total][::-1].copy()
-        if not self._is_plain:
-            rows = pages.reshape(count, each)
-            pages = rows[:, 0].copy()
-            self.block_pages[pages, :each], self._kind_of[pages] = rows, kind
-        self.ref_count[pages] = 1
-        return pages
+        if self._is_plain:
+            pages = self._take(count)
+            self.ref_count[pages] = 1
+            return pages
+        rows = self._take(count * int(self._counts.sum())).reshape(count, -1)
+        blocks = rows[:, self._first_of_kind].T
+        first = 0
+        for number, kind in enumerate(self.kinds):
+            last, of_kind = first + kind.num_pages, blocks[number]
+            if last > first + 1:
+                self.block_pages[of_kind, 1 : last - first] = rows[:, first + 1 : last]
+            self._kind_of[of_kind], self.ref_count[of_kind] = number, 1
+            first = last
+        return blocks
+
+    def _take(self, count: int) -> np.ndarray:
+        assert count <= self.num_free, "allocate beyond num_free"
+        if count > self._num_blank:
+            self._evict(count - self._num_blank)
+        self._num_blank -= count
+        return self._blank[self._num_blank : self._num_blank + count][::-1].copy()
 
     def _evict(self, count: int) -> None:
         # One in 64 of the remaining evictable pages is evicted too, as a call costs more than a
@@ -283,15 +312,13 @@ class PagePool:
         self._spare.remove(pages)
         self.ref_count[pages] += 1
 
-    def release(self, *pages_of: np.ndarray, is_spare: bool = False) -> None:
+    def release(self, *pages_of: np.ndarray) -> None:
         """Decrement the reference counts of the pages of sequences. Pages at zero become free.
 
         The last page of a sequence is evicted first, because a prefix is more useful than its tail.
 
         Args:
             pages_of: for each sequence its pages, in the order of its tokens.
-            is_spare: whether the pages are evicted before others. This is for pages outside a
-                window, which are of use only for a prefix that ends there.
         """
         # Reversed below. NumPy is much faster with indices of type intp.
         pages = np.concatenate(pages_of[::-1], dtype=np.intp)
@@ -300,10 +327,13 @@ class PagePool:
         if np.count_nonzero(counts):  # few pages are shared
             if len(pages_of) > 1:  # two sequences may share a page
                 for pages_of_one in pages_of:
-                    self.release(pages_of_one, is_spare=is_spare)
+                    self.release(pages_of_one)
                 return
             idle = pages[counts == 0]
         self.ref_count[pages] = counts
+        self._add_idle(idle, is_spare=False)
+
+    def _add_idle(self, idle: np.ndarray, is_spare: bool) -> None:
         if not len(idle):
             return
         self.num_changes += 1
@@ -313,6 +343,21 @@ class PagePool:
             return
         self._add_blank(idle[~cached])
         self._make_evictable(idle[cached][::-1], is_spare)
+
+    def give_up(self, blocks: np.ndarray, is_spare: bool) -> None:
+        """Decrement the reference counts of blocks of several sequences, which may share them.
+
+        Args:
+            blocks: the blocks, intp[n].
+            is_spare: whether the blocks are evicted before others. This is for blocks outside a
+                window, which are of use only for a prefix that ends there.
+        """
+        if np.count_nonzero(self.ref_count[blocks] - 1):
+            np.subtract.at(self.ref_count, blocks, 1)
+            idle = np.unique(blocks[self.ref_count[blocks] == 0])
+        else:
+            self.ref_count[blocks], idle = 0, blocks
+        self._add_idle(idle, is_spare)
 
     def publish(self, pages: np.ndarray, keys: np.ndarray, kind: int = 0) -> np.ndarray:
         """Add full, computed blocks to the prefix cache, and return the added ones, intp[m].

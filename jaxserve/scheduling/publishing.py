@@ -73,10 +73,12 @@ class Publisher:
         if not self.enabled:
             return
         self._steps += plan.num_steps
-        if self._steps >= _STEPS:
+        is_due = self._steps >= _STEPS
+        if is_due:
             self._steps = 0
-            self.publish(running)
-            return
+            self._publish_first(running)
+            if len(table.kinds) == 1:
+                return
         if plan.num_steps == 1 and plan.total_tokens > len(plan):
             # A sequence that ends with its first token occurs twice, which is harmless.
             ending = np.concatenate([ending, plan.slots[valid & (plan.num_tokens > 1)]])
@@ -87,10 +89,24 @@ class Publisher:
         """Add the pages of slots that are full of computed tokens to the prefix cache.
 
         Pages that were published before are skipped. If publishing is disabled, the call has no
-        effect.
+        effect. Of layers with a window, beside others without, the blocks within an answer are not
+        published, only those of prompts and before the end.
         """
         if not self.enabled:
             return
+        self._publish_first(slots)
+        table = self.slots
+        for kind in range(1, len(table.kinds)):
+            full = table.num_committed[slots] // self.pool.page_size
+            first = np.maximum(table.num_windowed[slots], table.first_pages[kind, slots])
+            owner, nth = flat_ranges(slots, first, np.maximum(full, first))
+            blocks = table.page_tables[kind, owner, nth]
+            self.pool.publish(blocks, table.page_keys[owner, nth], kind)
+        if len(table.kinds) > 1:
+            table.num_windowed[slots] = table.num_committed[slots] // self.pool.page_size
+
+    def _publish_first(self, slots: np.ndarray) -> None:
+        """Publish pages of the first kind (see `publish`)."""
         table = self.slots
         full = table.num_committed[slots] // self.pool.page_size
         first = table.num_published[slots]
@@ -104,11 +120,8 @@ class Publisher:
             owner, nth = slots[0], slice(first[0], full[0])
         else:
             owner, nth = flat_ranges(slots, first, full)
-        keys = table.page_keys[owner, nth]
-        for kind in range(1, len(table.kinds)):
-            self.pool.publish(table.page_tables[kind, owner, nth], keys, kind)
         pages = table.page_table[owner, nth]
-        added = self.pool.publish(pages, keys)
+        added = self.pool.publish(pages, table.page_keys[owner, nth])
         if self.pool.on_change is not None and len(added):
             owner, nth = flat_ranges(slots, first, full)
             self.pool.on_change(self._stored(owner, nth, pages, added))

@@ -17,14 +17,13 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, SamplerFeature
 from jaxserve.scheduling import budget as budgets
 from jaxserve.scheduling.commit_result import StepResult, draws_of
-from jaxserve.scheduling.invariants import check_invariants
 from jaxserve.scheduling.page_keys import WORDS
 from jaxserve.scheduling.page_kinds import most_pages, steady_pages
 from jaxserve.scheduling.page_pool import CachedPrefix, PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.publishing import Publisher
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
-from jaxserve.scheduling.slot_table import SlotTable, flat_ranges
+from jaxserve.scheduling.slot_table import SlotTable, check_invariants, flat_ranges
 from jaxserve.scheduling.snapshots import StateSaver
 from jaxserve.scheduling.waiting import WaitingQueue
 from jaxserve.scheduling.window_pages import WindowPages
@@ -248,18 +247,26 @@ class Scheduler:
         if total * table.num_parts > self.pool.num_free:
             return False
         owner, nth = (slots, first) if total == len(slots) else flat_ranges(slots, first, last)
-        for kind, blocks in enumerate(table.page_tables):
-            blocks[owner, nth] = self.pool.allocate(total, kind)
+        allocated = self.pool.allocate(total)
+        if len(table.kinds) == 1:
+            table.page_table[owner, nth] = allocated
+        else:
+            for of_kind, blocks in zip(table.page_tables, allocated, strict=True):
+                of_kind[owner, nth] = blocks
         table.num_pages[slots] = last
         return True
 
     def _grow_running(self) -> tuple[np.ndarray, int, bool]:
-        preempted = False
+        preempted = has_freed = False
         while True:
             take, total = self._share_budget()
             running = self._running
             if self._grow(running, self.slots.num_computed[running] + take):
                 return take, total, preempted
+            if self.windows.kinds and not has_freed:
+                has_freed = True
+                self._give_back(running)
+                continue
             if self.windows.kinds:  # a shorter chunk leaves its window sooner
                 blocks = self.pool.num_free // self.slots.num_parts
                 shares = budgets.shortened(self.slots, running, take, blocks)
@@ -320,7 +327,8 @@ class Scheduler:
             if sequence.blocked_at == self.pool.num_changes and num_running:
                 break
             matched = self._cached_prefix(sequence)
-            num_hits = self._usable(matched)
+            snapshots = None if self.states is None else self.states.snapshots.has_snapshot
+            num_hits = matched.num_usable(snapshots)
             hits, num_known = matched.first(num_hits), len(sequence.token_ids)
             room = self._first_chunk(num_known, hits, slots)
             if not room:
@@ -385,12 +393,12 @@ class Scheduler:
         outside = [int(kind.num_outside(cached, size)) for kind in table.kinds]
         shared = [blocks[first:] for blocks, first in zip(hits, outside, strict=True)]
         self.pool.share(np.concatenate(shared))  # before an allocation could evict them
+        allocated = self.pool.allocate(fresh).reshape(len(hits), fresh)
         for kind, (first, blocks) in enumerate(zip(outside, shared, strict=True)):
-            blocks = np.concatenate([blocks, self.pool.allocate(fresh, kind)])
-            table.put_pages(slot, kind, first, blocks)
+            table.put_pages(slot, kind, first, np.concatenate([blocks, allocated[kind]]))
         if cached:
             table.num_computed[slot] = cached
-            table.num_published[slot] = cached // size
+            table.num_published[slot] = table.num_windowed[slot] = cached // size
         if sequence.num_cached < 0:
             sequence.num_cached, sequence.started = cached, self.now
         if self.enable_prefix_caching:
@@ -407,17 +415,6 @@ class Scheduler:
         if sequence.lacks_prompt_logprobs:
             return self._no_prefix
         return self.pool.prefix(keys[: (len(sequence.token_ids) - 1) // self.pool.page_size])
-
-    def _usable(self, prefix: CachedPrefix) -> int:
-        """Return the number of blocks of the longest part of a prefix with which rows can start."""
-        is_end, first = prefix.is_end, prefix.blocks[0]
-        if self.states is not None:
-            has_snapshot = self.states.snapshots.has_snapshot(first)
-            is_end = has_snapshot if is_end is None else is_end & has_snapshot
-        if is_end is None:
-            return len(first)
-        ends = np.flatnonzero(is_end)
-        return int(ends[-1]) + 1 if len(ends) else 0
 
     def commit(self, plan: LaunchPlan, token_ids: np.ndarray, ok: np.ndarray) -> StepResult:
         """Apply the results of a launch: append tokens, publish full pages, end sequences.
@@ -448,8 +445,8 @@ class Scheduler:
         self.publisher.note(plan, valid, self._running, ending)
         if self.states is not None:
             self.states.settle(self.states.pending_slots)
-        for kind in self.windows.kinds:
-            self.windows.give_back(plan.slots[valid], kind, self._publish)
+        if self.windows.kinds and self.windows.is_due(plan):
+            self._give_back(plan.slots[valid])
         sequences = table.sequences[owners].tolist()
         finished: list[Sequence] = []
         for slot, is_stop in zip(ending.tolist(), draws.is_stop[last].tolist(), strict=True):
@@ -467,10 +464,15 @@ class Scheduler:
             self._vacate([sequence.slot for sequence in finished], draws.failed is None)
         return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
 
-    def _publish(self, slots: np.ndarray) -> None:
+    def _give_back(self, slots: np.ndarray) -> None:
+        if len(self.slots.kinds) > 1:
+            self.windows.give_back(slots)
+            return
+        slots = slots[self.windows.has_outside(slots, 0)]
         self.publisher.publish(slots)
         if self.states is not None:
             self.states.settle(slots.tolist())
+        self.windows.give_back(slots)
 
     def _vacate(self, slots: list[int], published: bool = False) -> None:
         # published: whether the full pages of the slots have been published already.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,10 @@ from jaxserve.scheduling.page_kinds import ONE_KIND, PoolKind
 from jaxserve.scheduling.page_pool import NULL_PAGE
 from jaxserve.scheduling.row_settings import WIDTH, Settings, put_settings
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+
+if TYPE_CHECKING:
+    from jaxserve.scheduling.page_pool import PagePool
+    from jaxserve.scheduling.waiting import WaitingQueue
 
 NO_TOKEN = -1
 NO_PENALTIES = (1.0, 0.0, 0.0)
@@ -42,6 +46,7 @@ class SlotTable:
         num_computed: tokens whose KV is in the cache after all submitted steps have run.
         num_committed: computed tokens of steps whose results the host has read.
         num_published: full pages that were added to the prefix cache.
+        num_windowed: the same for the kinds of pages after the first.
         page_keys [u64, slots + 1, M, WORDS], num_keys: the computed keys of full pages.
         key_state [u64 x 4]: the hash state after the last key (see PageKeys).
         generation [i64]: a number that changes when the slot gets another sequence.
@@ -80,14 +85,11 @@ class SlotTable:
         self.page_table = self.page_tables[0]
         self.tokens = column(max_model_len)
         self._flat_tokens = self.tokens.reshape(-1)
-        self.num_pages = column()
-        self.num_sent = column()
+        self.num_pages, self.num_sent = column(), column()
         self.first_pages = np.zeros((len(self.kinds), rows), np.int32)
-        self.num_known = column()
-        self.length = column()
-        self.num_computed = column()
-        self.num_committed = column()
-        self.num_published = column()
+        self.num_known, self.length = column(), column()
+        self.num_computed, self.num_committed = column(), column()
+        self.num_published, self.num_windowed = column(), column()
         self.page_keys = column(self.max_pages, WORDS, dtype=np.uint64)
         self.num_keys = column()
         self.key_state = column(LANES, dtype=np.uint64)
@@ -139,7 +141,7 @@ class SlotTable:
         self.length[slot] = num_known
         self.num_computed[slot] = 0
         self.num_committed[slot] = 0
-        self.num_published[slot] = 0
+        self.num_published[slot] = self.num_windowed[slot] = 0
         prefix, sequence.prefix_keys = sequence.prefix_keys, None
         self.num_keys[slot] = 0
         if prefix is not None:
@@ -262,7 +264,9 @@ class SlotTable:
         """
         if self.num_parts == 1:
             return self.page_table.reshape(-1).take(places)
-        blocks = self.page_tables.reshape(len(self.kinds), -1)[:, places]
+        blocks = self.page_tables.reshape(len(self.kinds), -1).take(places, axis=1)
+        if self.num_parts == len(self.kinds):
+            return blocks
         parts = [
             self.block_pages[blocks[number], : kind.num_pages].T
             for number, kind in enumerate(self.kinds)
@@ -288,17 +292,19 @@ class SlotTable:
             columns.append(groups.swapaxes(1, 2).reshape(len(slots), -1))
         return np.concatenate(columns, axis=1)
 
-    def drop_pages(self, slots: np.ndarray, last: np.ndarray, kind: int) -> list[np.ndarray]:
-        """Remove the blocks of a kind before index last[i] from slots[i], and return them by slot.
+    def drop_pages(
+        self, slots: np.ndarray, last: np.ndarray, kind: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Remove the blocks of a kind before index last[i] from slots[i].
 
-        The caller releases them to the pool.
+        Returns:
+            The blocks, which the caller releases to the pool, and for each its slot and its index.
         """
-        first = self.first_pages[kind, slots]
-        owner, nth = flat_ranges(slots, first, last)
-        pages = self.page_tables[kind, owner, nth]
+        owner, nth = flat_ranges(slots, self.first_pages[kind, slots], last)
+        blocks = self.page_tables[kind, owner, nth]
         self.page_tables[kind, owner, nth] = NULL_PAGE
         self.first_pages[kind, slots] = last
-        return np.split(pages, (last - first).cumsum()[:-1])
+        return blocks.astype(np.intp), owner, nth
 
     def put_pages(self, slot: int, kind: int, first: int, pages: np.ndarray) -> None:
         """Make `pages` the blocks of a kind that a slot without blocks holds.
@@ -351,3 +357,44 @@ def flat_ranges(
     counts = last - first
     owner = slots.repeat(counts)
     return owner, np.arange(len(owner)) + (last - counts.cumsum()).repeat(counts)
+
+
+def check_invariants(
+    pool: PagePool, table: SlotTable, waiting: WaitingQueue, running: np.ndarray
+) -> None:
+    """Check all invariants of a scheduler's pages, slots and counters between two steps.
+
+    Args:
+        pool: the page pool.
+        table: the slot table.
+        waiting: the waiting queue.
+        running: the slots of running sequences, in rank order.
+
+    Raises:
+        AssertionError: an invariant is broken. The message names it.
+    """
+    pool.check(table.held(pool.num_pages))
+    slots = running.tolist()
+    assert len(set(slots)) == len(slots), "a slot runs twice"
+    taken = [i for i, sequence in enumerate(table.sequences) if sequence is not None]
+    assert sorted(slots) == taken, "slots held differ from slots running"
+    assert table.num_free + len(taken) == table.num_slots, "slots were lost"
+    ranks = [waiting.rank(table.sequences[slot]) for slot in slots]
+    assert ranks == sorted(ranks), "running sequences are out of order"
+    length = table.length[running]
+    assert np.all(table.num_known[running] <= length), "a token was drawn that no step had to draw"
+    assert np.all(table.num_computed[running] <= length), "computed beyond the last token"
+    assert np.all(length <= table.stop_length[running]), "longer than max_length"
+    assert np.all(table.num_computed[running] <= table.num_pages[running] * pool.page_size), (
+        "tokens computed without a page"
+    )
+    for slot in taken:
+        sequence = table.sequences[slot]
+        assert sequence is not None and sequence.slot == slot, "slot and sequence disagree"
+        assert sequence.finish_reason is None, "a finished sequence holds a slot"
+        pages = table.all_pages(slot)
+        assert len(np.unique(pages)) == len(pages), "a page stands twice in one table"
+    for sequence in waiting:
+        assert sequence.slot == NO_SLOT, "a waiting sequence holds a slot"
+    if not slots and not len(waiting):
+        assert pool.num_free == pool.num_usable, "idle, and pages are held"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from jaxserve.scheduling.page_kinds import chunk_pages, windowed
 from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.slot_table import SlotTable
 
 # At most this part of the pool is reserved for chunks of prompts: one in 32 pages.
@@ -15,6 +16,8 @@ RESERVE_DIVISOR = 32
 # Blocks of its next tokens that are reserved for a row in layers without a window, if others have
 # one.
 NEXT_BLOCKS = 8
+# Interval, in decode steps, at which blocks outside the windows are freed.
+_STEPS = 8
 
 
 class WindowPages:
@@ -32,7 +35,7 @@ class WindowPages:
     def __init__(self, pool: PagePool, slots: SlotTable, max_tokens: int) -> None:
         self._pool, self._slots, self._max_tokens = pool, slots, max_tokens
         self.kinds = tuple(windowed(slots.kinds))
-        self.reserve_divisor = RESERVE_DIVISOR
+        self.reserve_divisor, self._steps = RESERVE_DIVISOR, 0
         # For each slot the blocks of its prompt of which the first kind was in the prefix cache.
         self._branch = np.zeros(slots.num_slots + 1, np.int32)
 
@@ -66,51 +69,57 @@ class WindowPages:
         reserve = chunk_pages(table.kinds, longest, tokens, size)
         return pages + min(reserve, self._pool.num_usable // self.reserve_divisor)
 
-    def give_back(
-        self, slots: np.ndarray, kind: int, publish: Callable[[np.ndarray], None]
-    ) -> None:
-        """Release the blocks of a kind that are outside the windows of slots.
+    def is_due(self, plan: LaunchPlan) -> bool:
+        """Count a launch that has been read, and return whether blocks should be given back now.
 
-        Args:
-            slots: the slots.
-            kind: the kind.
-            publish: adds the full blocks of slots to the prefix cache, which is done first.
+        That is so after a chunk of a prompt, and else after every eight decode steps: a decode
+        leaves one block in about 16 steps, and a call costs more than a block.
         """
+        self._steps += plan.num_steps
+        if self._steps < _STEPS and plan.total_tokens == len(plan):
+            return False
+        self._steps = 0
+        return True
+
+    def has_outside(self, slots: np.ndarray, kind: int) -> np.ndarray:
+        """Return bool[n]: whether slots hold blocks of a kind that are outside the window."""
+        return self._num_outside(slots, kind) > self._slots.first_pages[kind, slots]
+
+    def _num_outside(self, slots: np.ndarray, kind: int) -> Any:
         # A launch in flight attends only to later blocks.
         table = self._slots
-        outside = table.kinds[kind].num_outside(table.num_committed[slots], self._pool.page_size)
-        rows = np.flatnonzero(outside > table.first_pages[kind, slots])
-        if not len(rows):
-            return
-        slots, outside = slots[rows], outside[rows]
-        publish(slots)
-        first = table.first_pages[kind, slots]
-        blocks = table.drop_pages(slots, outside, kind)
-        if len(table.kinds) == 1:
-            self._pool.release(*blocks)
-            return
-        for slot, start, own in zip(slots.tolist(), first.tolist(), blocks, strict=True):
-            is_end = self._ends_prefix(slot, kind, start, len(own))
-            self._pool.release(own[is_end])
-            self._pool.release(own[~is_end], is_spare=True)
+        return table.kinds[kind].num_outside(table.num_committed[slots], self._pool.page_size)
 
-    def _ends_prefix(self, slot: int, kind: int, start: int, count: int) -> np.ndarray:
-        """Return bool[count]: whether blocks are in the window before a place where prompts part.
+    def give_back(self, slots: np.ndarray) -> None:
+        """Release the blocks that are outside the windows of slots."""
+        for kind in self.kinds:
+            rows = slots[self.has_outside(slots, kind)]
+            if not len(rows):
+                continue
+            outside = self._num_outside(rows, kind)
+            blocks, owner, nth = self._slots.drop_pages(rows, outside, kind)
+            if len(self._slots.kinds) == 1:
+                self._pool.give_up(blocks, is_spare=False)
+                continue
+            is_end = self._ends_prefix(owner, nth, kind)
+            self._pool.give_up(blocks[is_end], is_spare=False)
+            self._pool.give_up(blocks[~is_end], is_spare=True)
+
+    def _ends_prefix(self, slots: np.ndarray, nth: np.ndarray, kind: int) -> np.ndarray:
+        """Return bool[n]: whether blocks are in the window before a place where prompts part.
 
         These places are the end of the prompt, and the end of the prefix that was in the cache.
 
         Args:
-            slot: the slot.
+            slots: for each block its slot.
+            nth: for each block its index.
             kind: the kind of the blocks, which has a window.
-            start: number of the sequence's blocks before these.
-            count: number of the blocks.
         """
         size, window = self._pool.page_size, self._slots.kinds[kind].window
         assert window is not None
-        last = np.array([int(self._slots.num_prompt[slot]) // size, int(self._branch[slot])])
-        ahead = last - np.arange(start, start + count)[:, None]
-        is_near: np.ndarray = (ahead > 0) & (ahead <= -(-2 * window // size))
-        return np.logical_or.reduce(is_near, axis=1)
+        most = -(-2 * window // size)
+        to_end, to_branch = self._slots.num_prompt[slots] // size - nth, self._branch[slots] - nth
+        return ((to_end > 0) & (to_end <= most)) | ((to_branch > 0) & (to_branch <= most))
 
     def requeue(self, slots: list[int]) -> None:
         """Let the blocks of released slots be evicted position by position, the last one first.

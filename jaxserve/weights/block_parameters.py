@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.models.placed_weight import PlacedWeight, SplitWeight
+from jaxserve.models.transposed_weight import TransposedWeight
 from jaxserve.models.weight_table import WeightName
 from jaxserve.settings.config import cpu_threads
 from jaxserve.weights.block_codes import codes_of
@@ -27,6 +28,7 @@ from jaxserve.weights.fused_parameters import (
 )
 from jaxserve.weights.gguf.file import GgufTensor
 from jaxserve.weights.gguf.joined import JoinedTensor
+from jaxserve.weights.heads import are_heads, heads_of
 from jaxserve.weights.host_matrix import HostMatrix
 from jaxserve.weights.mxfp4 import PackedEntry
 from jaxserve.weights.placement import block_inputs
@@ -78,7 +80,7 @@ class BlockMatrices:
 
     def parameter(
         self, parts: Sequence[WeightName], parameter: nnx.Param[Any]
-    ) -> PlacedWeight | SplitWeight:
+    ) -> PlacedWeight | SplitWeight | TransposedWeight:
         """Read one parameter into NumPy arrays, or return its shapes if `is_read` is false.
 
         Of the matrices of experts only a few are held besides the result.
@@ -91,6 +93,9 @@ class BlockMatrices:
             CheckpointError: a file cannot be read, or a scale is NaN or infinite.
         """
         shape, dtype = tuple(parameter.shape), np.dtype(parameter.dtype).name
+        if are_heads(parts):
+            matrix = self._matrix(parts[0].name)
+            return heads_of([(part, matrix) for part in parts], parameter, self.dims, dtype)
         contract = (block_inputs if self.on_cpu else contracted)(parameter)
         if contract is None:
             return stacked(self._experts(parts, shape), shape[0], shape[2:], dtype)
@@ -144,7 +149,7 @@ def read_blocks(
     parts: Mapping[str, Sequence[WeightName]],
     parameters: Parameters,
     leave_host: bool,
-) -> Iterator[tuple[str, PlacedWeight | SplitWeight]]:
+) -> Iterator[tuple[str, PlacedWeight | SplitWeight | TransposedWeight]]:
     """Read parameters that stay quantized, and yield (path, value) of each in the order of `parts`.
 
     Args:

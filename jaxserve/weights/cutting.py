@@ -18,6 +18,7 @@ from jaxserve.errors import UnsupportedModel
 from jaxserve.models.placed_weight import EXPERTS, PROJECTIONS, PlacedWeight, SplitWeight
 from jaxserve.models.shards import AXIS, Part
 from jaxserve.models.token_rounding import TokenRounded
+from jaxserve.models.transposed_weight import TransposedWeight
 from jaxserve.weights.layouts import block_panels, filled_blocks, is_shape
 from pallas_kernels.cpu.blocks import FORMATS
 from pallas_kernels.cpu.panels import PANEL
@@ -45,6 +46,8 @@ def cut(value: Any, axes: Any, part: Part, path: str) -> Any:
         # An activation row is rounded by the maximum over its inputs on all devices.
         axis = AXIS if _cuts_inputs(axes, part) else None
         return replace(value, weight=cut(value.weight, axes, part, path), axis=axis)
+    if isinstance(value, TransposedWeight):
+        return _cut_heads(value, part, path)
     if isinstance(value, SplitWeight):
         return _cut_parts(value, PROJECTIONS[axes], part, path)
     if isinstance(value, PlacedWeight):
@@ -90,6 +93,27 @@ def _chosen(axes: Any, part: Part) -> _Chosen:
         return _Chosen(part.outputs(1), part.inputs(1), part.own_shape[:1])
     contract = PROJECTIONS.get(axes, 1)
     return _Chosen(part.inputs(contract), part.outputs(contract), part.own_shape[contract:])
+
+
+def _cut_heads(value: TransposedWeight, part: Part, path: str) -> TransposedWeight:
+    """Return one device's heads of a weight that is multiplied from the side of its outputs."""
+    (first, end), groups = part.spans[0][0], value.scales.shape[1]
+    count, size, group = (end - first) * groups, part.shape[1], value.weight.outputs[0]
+    chosen = _Chosen(
+        np.arange(size), np.arange(group), (group,), slice(first * groups, end * groups), (count,)
+    )
+
+    def taken(array: Any) -> Any:
+        if is_shape(array):
+            return jax.ShapeDtypeStruct((end - first, *array.shape[1:]), array.dtype)
+        return None if array is None else np.asarray(array)[first:end]
+
+    return replace(
+        value,
+        weight=_cut_matrix(value.weight, chosen, path),
+        scales=taken(value.scales),
+        offsets=taken(value.offsets),
+    )
 
 
 def _cut_matrix(weight: PlacedWeight, chosen: _Chosen, path: str) -> PlacedWeight:

@@ -17,7 +17,7 @@ from jaxserve.models.placed_weight import EXPERTS, FULL, PROJECTIONS, PlacedWeig
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.host_matrix import HostMatrix
 from jaxserve.weights.layouts import aligned_empty, block_panels, filled_blocks, is_shape
-from jaxserve.weights.quantize import quantize
+from jaxserve.weights.quantize import in_groups, quantize
 
 Part = tuple[WeightName, HostMatrix]
 THREADS = 4
@@ -213,17 +213,18 @@ def fused_experts(
     return stacked(matrix_of, len(experts), shape[2:])
 
 
-def quantized_experts(values: np.ndarray, form: str) -> PlacedWeight:
-    """Quantize every expert's matrix [E, I, outputs...] to "int8", "fp8" or "int4".
+def quantized_experts(values: np.ndarray, form: str, groups: str = "Q4_1") -> PlacedWeight:
+    """Quantize every expert's or head's matrix [E, I, outputs...] to "int8", "fp8" or "int4".
 
-    Each expert has its own scales. Each thread quantizes one matrix at a time. For the rounding
-    errors see `quantize`.
+    Each matrix has its own scales. Each thread quantizes one matrix at a time. For the rounding
+    errors see `quantize`. `groups` is the GGUF format whose scales "int4" has (see `in_groups`).
     """
     count, inputs, *outputs = values.shape
 
     def matrix_of(index: int) -> HostMatrix:
         flat = values[index].reshape(inputs, -1)
-        return quantize(flat.astype(np.float32, copy=False), form)
+        flat = flat.astype(np.float32, copy=False)
+        return in_groups(flat, groups) if form == "int4" else quantize(flat, form)
 
     return stacked(matrix_of, count, tuple(outputs))
 

@@ -22,6 +22,7 @@ from jaxserve.models.placed_weight import (
     with_weights,
 )
 from jaxserve.models.token_rounding import TokenRounded
+from jaxserve.models.transposed_weight import TransposedWeight
 from pallas_kernels.cpu import blocks
 from pallas_kernels.cpu.panels import PANEL, in_panels, panel_shape, rows_in_order
 from pallas_kernels.quantized_codes import codes_a_row
@@ -29,7 +30,7 @@ from pallas_kernels.quantized_codes import codes_a_row
 ALIGNMENT = 64  # JAX takes over arrays with this alignment without a copy
 # The input axes and the output axes of a parameter. An axis before them numbers the experts.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
-PLACED = PlacedWeight | SplitWeight | TokenRounded
+PLACED = PlacedWeight | SplitWeight | TokenRounded | TransposedWeight
 """Types of the values of parameters that are not plain arrays."""
 
 

@@ -118,11 +118,12 @@ def _read_blocks(
 
     `report` is called with the bytes of each parameter after it was placed.
     """
-    leave_host = placement.mesh is not None
+    leave_host, reported = placement.mesh is not None, set[str]()
     for path, value in read_blocks(matrices, parts, placement.parameters, leave_host):
         placed = placement.placed(path, value)
         del value  # free its memory before the next parameter is placed
-        names = {part.name for part in parts[path]}
+        names = {part.name for part in parts[path]} - reported
+        reported |= names
         report(sum(matrices.entries[name].num_bytes for name in names))
         yield path, placed
 

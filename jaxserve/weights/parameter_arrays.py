@@ -20,16 +20,18 @@ from flax import nnx
 
 from jaxserve.models.placed_weight import (
     EXPERTS,
+    HEAD_KEYS,
     PROJECTIONS,
     PlacedWeight,
     SplitWeight,
     flat_shape,
 )
 from jaxserve.models.token_rounding import TokenRounded
+from jaxserve.models.transposed_weight import TransposedWeight
 from jaxserve.weights.quantize import FORMS, GROUP
 from pallas_kernels.quantized_codes import codes_a_row
 
-ROUNDED = "token_rounded"
+ROUNDED, TRANSPOSED = "token_rounded", "transposed"
 SCALES = ("float32", "bfloat16", "float16")
 # Shape and dtype of each array by name.
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
@@ -63,6 +65,8 @@ def forms(values: Mapping[str, Any]) -> dict[str, Any]:
 def _form(value: Any) -> Any:
     if isinstance(value, TokenRounded):
         return {ROUNDED: _form(value.weight)}
+    if isinstance(value, TransposedWeight):
+        return {TRANSPOSED: value.weight.form}
     if isinstance(value, PlacedWeight):
         return value.form
     if isinstance(value, SplitWeight):
@@ -73,7 +77,7 @@ def _form(value: Any) -> Any:
 
 def abstract_parameter(
     path: str, form: Any, parameter: nnx.Param[Any], shapes: Shapes
-) -> PlacedWeight | SplitWeight | TokenRounded:
+) -> PlacedWeight | SplitWeight | TokenRounded | TransposedWeight:
     """Return a quantized parameter with shapes in place of arrays.
 
     Args:
@@ -85,14 +89,17 @@ def abstract_parameter(
     Raises:
         ValueError: the form is unknown, or arrays are missing or do not fit the parameter.
     """
-    if isinstance(form, dict):
-        if list(form) != [ROUNDED] or isinstance(form[ROUNDED], dict):
-            raise ValueError(f"{path} has a form of {len(form)} keys; allowed: {ROUNDED!r}")
-        return TokenRounded(abstract_parameter(path + ".weight", form[ROUNDED], parameter, shapes))
     shape, axes = tuple(parameter.shape), parameter.get_metadata()["axes"]
+    if isinstance(form, dict):
+        if list(form) == [TRANSPOSED] and axes == HEAD_KEYS:
+            return _transposed(path, form[TRANSPOSED], shape, shapes)
+        inner = form.get(ROUNDED)
+        if list(form) != [ROUNDED] or (isinstance(inner, dict) and ROUNDED in inner):
+            raise ValueError(f"{path} has a form of {len(form)} keys; allowed: {ROUNDED!r}")
+        return TokenRounded(abstract_parameter(path + ".weight", inner, parameter, shapes))
     if axes in EXPERTS:
         weight = _weight(path, form, shape[1], shape[2:], shapes, shape[:1])
-        if weight.order is not None:
+        if weight.order is not None and axes[0] == "experts":
             raise ValueError(f"{path}.order is not for experts")
         return weight
     contract = PROJECTIONS.get(axes)
@@ -113,6 +120,33 @@ def abstract_parameter(
     if not (covered == 1).all():
         raise ValueError(f"{path}: its parts do not fill its outputs, each once")
     return SplitWeight(tuple(weights), tuple(places), outputs)
+
+
+def _transposed(path: str, form: Any, shape: tuple[int, ...], shapes: Shapes) -> TransposedWeight:
+    """Return a TransposedWeight of matrices [heads, inputs, outputs] with shapes for its arrays.
+
+    Raises:
+        ValueError: an array is missing, or its shape or dtype does not fit.
+    """
+    heads, size, outputs = shape
+    stored = shapes.get(f"{path}.scales", ((), ""))
+    groups = stored[0][1] if len(stored[0]) == 3 else 0
+    codes = shapes.get(f"{path}.weight.values", ((0,), ""))[0][-1]
+    allowed = {
+        "scales": ((heads, groups, size), "float32"),
+        "offsets": ((heads, groups, size), "float32"),
+        "places": ((outputs,), "int32"),
+    }
+    arrays: dict[str, Any] = {}
+    for name, expected in allowed.items():
+        present = shapes.get(f"{path}.{name}")
+        if present not in (expected, None) or (present is None and name == "scales"):
+            raise ValueError(f"{path}.{name} is {present}, which does not fit")
+        arrays[name] = None if present is None else jax.ShapeDtypeStruct(*expected)
+    if not groups or not 0 <= groups * codes - outputs < codes:
+        raise ValueError(f"{path} has {groups} groups of {codes} for {outputs} outputs")
+    weight = _weight(f"{path}.weight", form, size, (codes,), shapes, (heads * groups,))
+    return TransposedWeight(weight, **arrays, outputs=outputs)
 
 
 def _part(

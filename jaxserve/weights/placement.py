@@ -26,10 +26,10 @@ from jaxserve.weights.fused_parameters import (
     by_path,
     contracted,
     dequantized,
-    fused_parameter,
     holds_experts,
     quantized_experts,
 )
+from jaxserve.weights.heads import quantized_parameter
 from jaxserve.weights.layouts import PLACED, laid_out, output_major
 from jaxserve.weights.pieces import placed_parts
 from jaxserve.weights.quantize import in_groups, quantize
@@ -94,7 +94,7 @@ class Placement:
             return best_rows(rows, forms).as_weight(outputs, values.dtype.name)
         contract = contracted(parameter)
         if form is not None and holds_experts(parameter):
-            return quantized_experts(values, form)
+            return quantized_experts(values, form, stacked_form(parameter))
         if form is None or contract is None:
             return values
         flat = values.reshape(flat_shape(values.shape, contract)).astype(np.float32, copy=False)
@@ -168,6 +168,15 @@ def in_blocks(parameter: nnx.Param[Any], form: str | None, panels: bool) -> int 
     return None if contract is None or inputs % FORMATS["Q4_1"].size else contract
 
 
+def stacked_form(parameter: nnx.Param[Any]) -> str:
+    """Return the GGUF format whose scales "int4" has in a parameter of experts or heads.
+
+    Experts have 4 bits. The matrices of heads are small and have the bits of other short rows.
+    """
+    is_experts = parameter.get_metadata()["axes"][0] == "experts"
+    return "Q4_1" if is_experts else grouped_form(parameter.shape[1])
+
+
 def read_packed(
     checkpoint: SplitCheckpoint,
     parameters: Parameters,
@@ -193,6 +202,7 @@ def read_packed(
     """
     plain = {weight.path: weight.name for weight in checkpoint.table}
     values: dict[str, Any] = {}
+    reported: set[str] = set()  # tensors with parts of several parameters are reported once
     for path, weights in by_path(checkpoint.packed_table).items():
         if path in plain:
             raise CheckpointError(
@@ -205,7 +215,9 @@ def read_packed(
             value = placement.quantized(path, value)
         values[path] = placement.placed(path, value)
         del value
-        report(sum(checkpoint.packed[name].num_bytes for name in {w.name for w in weights}))
+        names = {weight.name for weight in weights} - reported
+        reported |= names
+        report(sum(checkpoint.packed[name].num_bytes for name in names))
     return values
 
 
@@ -222,7 +234,7 @@ def read_parameter(
     """
     matrices = {name: checkpoint.packed[name].read() for name in {w.name for w in weights}}
     parts = [(weight, matrices[weight.name]) for weight in weights]
-    quantized = fused_parameter(parts, parameter, dims)
+    quantized = quantized_parameter(parts, parameter, dims)
     if quantized is not None:
         rounds = checkpoint.packed[weights[0].name].stored.rounds_rows
         return TokenRounded(quantized) if rounds else quantized

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.typing import DTypeLike
 
 from jaxserve.models import Decoder, ModelConfig, abstract_model
+from jaxserve.models.placed_weight import EXPERTS, HEAD_KEYS
 from jaxserve.models.shards import AXIS, Part, part_of
 from jaxserve.models.token_rounding import TokenRounded
 from jaxserve.weights.block_codes import described_codes
@@ -32,15 +33,21 @@ from jaxserve.weights.cutting import cut
 from jaxserve.weights.fused_parameters import (
     by_path,
     contracted,
-    fused_parameter,
     holds_experts,
     stacked,
 )
+from jaxserve.weights.heads import quantized_parameter, transposed
 from jaxserve.weights.host_matrix import FLOAT16, HostMatrix
 from jaxserve.weights.layouts import block_panels, laid_out, output_major
 from jaxserve.weights.model_weights import filled, parameters_of
 from jaxserve.weights.pieces import joined_place
-from jaxserve.weights.placement import SCALES_AXES, in_blocks, scales_of, scales_parameter
+from jaxserve.weights.placement import (
+    SCALES_AXES,
+    in_blocks,
+    scales_of,
+    scales_parameter,
+    stacked_form,
+)
 from jaxserve.weights.quantized_tensors import kv_scale_of
 from jaxserve.weights.stacked_blocks import MXFP4
 from jaxserve.weights.tensors import StoredTensors
@@ -163,7 +170,7 @@ def _packed(stored: StoredTensors, parameters: Mapping[str, _Parameter]) -> dict
     split, quantized = stored.split, dict[str, Any]()
     for path, weights in by_path(split.packed_table).items():
         parts = [(weight, split.packed[weight.name].describe()) for weight in weights]
-        value = fused_parameter(parts, parameters[path], stored.dims)
+        value = quantized_parameter(parts, parameters[path], stored.dims)
         if value is None:  # it is widened
             quantized[path] = _full(parameters[path])
         else:
@@ -178,8 +185,10 @@ def _declared(
     """Return the shapes of the parameters that are quantized according to config.json, by path."""
     stored, experts, quantized = config.quantization, config.experts, dict[str, Any]()
     for path, parameter in parameters.items():
-        is_experts, (inputs, outputs) = holds_experts(parameter), _matrix_shape(parameter)
-        if is_experts and experts is not None and experts.packed and layout.panels:
+        axes = parameter.get_metadata()["axes"]
+        is_experts, (inputs, outputs) = axes in EXPERTS, _matrix_shape(parameter)
+        of_experts = is_experts and axes[0] == "experts"
+        if of_experts and experts is not None and experts.packed and layout.panels:
             if layout.keeps_blocks and np.dtype(parameter.dtype).itemsize <= 4:
                 matrix = HostMatrix.described(MXFP4, (inputs, outputs))
                 quantized[path] = _weight(matrix, parameter)
@@ -187,14 +196,21 @@ def _declared(
         if stored is None or stored.form == "full":
             continue
         # Experts that lie in one tensor are in full.
-        in_one_tensor = is_experts and experts is not None and experts.stacked
+        in_one_tensor = of_experts and experts is not None and experts.stacked
         if in_one_tensor or not (is_experts or contracted(parameter) is not None):
             continue
         group = min(stored.group or (stored.block or (0, inputs))[1], inputs)
         is_int4 = stored.form == "int4"
         scales, zeros = (FLOAT16, np.uint8) if is_int4 else (np.float32, None)
+        if axes == HEAD_KEYS:  # stored with the latent as input
+            inputs, outputs = outputs, parameter.shape[0] * inputs
+            group = min(stored.group or (stored.block or (0, inputs))[1], inputs)
         matrix = HostMatrix.described(stored.form, (inputs, outputs), group, scales, zeros)
-        quantized[path] = _weight(matrix, parameter)
+        if axes == HEAD_KEYS:
+            count, size = parameter.shape[:2]
+            quantized[path] = transposed(matrix, [size * head for head in range(count)], size)
+        else:
+            quantized[path] = _weight(matrix, parameter)
     return quantized
 
 
@@ -218,7 +234,7 @@ def _quantized(
         return _full(parameter)
     inputs, outputs = _matrix_shape(parameter)
     if form == "int4":
-        name = "Q4_1" if is_experts else grouped_form(inputs)
+        name = stacked_form(parameter) if is_experts else grouped_form(inputs)
         return _weight(described_codes(name, (inputs, outputs)), parameter)
     matrix = HostMatrix.described(form, (inputs, outputs), inputs, np.float32)
     return _weight(matrix, parameter)

@@ -56,6 +56,9 @@ def open_tensors(source: str | Path | GgufFile, config: ModelConfig) -> StoredTe
     if experts is not None and experts.stacked and not any(map(_is_stacked, opened.tensors)):
         # Transformers stacks experts in memory, and writes a tensor for each.
         config = replace(config, experts=replace(experts, stacked=False))
+    latent = config.latent
+    if latent is not None and any(map(_is_of_head, opened.tensors)):
+        config = replace(config, latent=replace(latent, divided=True))
     table = rules_of(source).weights if isinstance(source, GgufFile) else None
     stored = as_stored((table or checkpoint_weights)(config), opened, dims)
     split = sort_packed(opened, config.quantization, stored, dims)
@@ -64,6 +67,10 @@ def open_tensors(source: str | Path | GgufFile, config: ModelConfig) -> StoredTe
 
 def _is_stacked(name: str) -> bool:
     return name.endswith(".experts.gate_up_proj")
+
+
+def _is_of_head(name: str) -> bool:
+    return name.endswith(".self_attn.k_b_proj.0.weight")
 
 
 def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from llvmlite import ir
 
@@ -34,7 +34,6 @@ from pallas_kernels.cpu.ir_builder import (
 from pallas_kernels.cpu.paged import BLOCK, SCALE, PagedCode, PagedKernel
 
 TILE = 96  # queries times heads of a tile
-ROWS = 6  # rows of a product whose sums are in registers
 MOST_PARTS = 64
 UNROLLED = 4  # unrolled turns of the loop of a product
 WORK_OF_A_PART = 1 << 21  # products
@@ -50,6 +49,8 @@ class PagedTiles(PagedKernel):
 
     prefix = f"{NAMES}tiles_"
     plain_operands = 9
+    fewest: ClassVar[int] = 2  # queries of a row, fewer are left to another kernel
+    rows_at_once: ClassVar[int] = 6  # rows of a product whose sums are in registers
 
     @property
     def queries(self) -> int:
@@ -68,7 +69,7 @@ class PagedTiles(PagedKernel):
         tokens. `fields` are IR values: the addresses and sizes of the operands and results.
         """
         rows, heads = fields[-5], fields[-2]
-        tile = _Tile(self).function(code.module)
+        tile = self.tile().function(code.module)
         with code.if_then(code.icmp_signed("==", index, const(0))):
             self._clear_padding(code, fields)
         total = _total(code, self, fields)
@@ -92,17 +93,26 @@ class PagedTiles(PagedKernel):
                         numbers = [row, head, token, number, position, first, stop]
                         code.call(tile, [*fields, *numbers])
 
+    def tile(self) -> PagedTile:
+        """Return the generator of the function that computes attention of a tile."""
+        return PagedTile(self)
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a value and of a result, the first ones of a cell."""
+        return self.head_dim
+
     def _clear_padding(self, code: Code, fields: Sequence[Any]) -> None:
         starts, out, (rows, *_, heads, most) = fields[4], fields[-6], fields[-5:]
         end = code.larger_int(code.sext(code.read(starts, rows, I32), I64), const(0))
-        size = code.mul(heads, const(self.group * self.head_dim))
+        size = code.mul(heads, const(self.group * self.value_size))
         zero = filled(ir.VectorType(stored_type(self.query_dtype), 1), 0)
         with code.loop(code.mul(end, size), code.mul(most, size)) as (index, _):
             code.write_vector(zero, out, index)
 
 
 def _row(code: Code, kernel: PagedTiles, fields: Sequence[Any], row: Any) -> tuple[Any, Any, Any]:
-    # The first token of a row, its number of queries (0 if it has fewer than two), and its first
+    # The first token of a row, its number of queries (0 if it has too few), and its first
     # position.
     starts, lengths, columns, most = fields[4], fields[5], fields[-4], fields[-1]
     start, stop = (
@@ -115,7 +125,11 @@ def _row(code: Code, kernel: PagedTiles, fields: Sequence[Any], row: Any) -> tup
     length = code.sext(code.read(lengths, row, I32), I64)
     length = code.smaller_int(length, code.mul(columns, const(kernel.page_size)))
     before = code.sub(length, count)
-    return start, code.select(code.icmp_signed(">", count, const(1)), count, const(0)), before
+    return (
+        start,
+        code.select(code.icmp_signed(">", count, const(kernel.fewest - 1)), count, const(0)),
+        before,
+    )
 
 
 def _span(
@@ -144,13 +158,20 @@ def _total(code: Code, kernel: PagedTiles, fields: Sequence[Any]) -> Any:
     return code.mul(sums[0], fields[-2])
 
 
-class _Tile(PagedCode):
-    """Generator of the LLVM function that computes attention of a query tile of one kv head."""
+class PagedTile(PagedCode):
+    """Generator of the LLVM function that computes attention of a query tile of one kv head.
+
+    Where `shared` is true, all heads read the same cells as keys and, in part, as values.
+    """
+
+    shared: ClassVar[bool] = False
 
     def __init__(self, kernel: PagedTiles) -> None:
         super().__init__(kernel)
         self.most_vectors = 4 if self.cpu.registers >= 32 else 2
-        self.rows = -(-kernel.queries * self.G // ROWS) * ROWS
+        self.at_once, self.V = kernel.rows_at_once, kernel.value_size
+        self.lanes = math.gcd(self.lanes, self.V)
+        self.rows = -(-kernel.queries * self.G // self.at_once) * self.at_once
 
     def function(self, module: ir.Module) -> ir.Function:
         """Add the LLVM function "tile" to a module, and return it.
@@ -171,21 +192,35 @@ class _Tile(PagedCode):
         self.factor = code.splat(code.read(numbers, const(0), self.real), self.lanes)
         self.cap = code.splat(code.read(numbers, const(1), self.real), self.width)
         piece = const(self.S * self.H)
-        self.stride = code.mul(heads, piece)
-        self.k, self.v = (code.at(x, code.mul(head, piece), self.stored) for x in (k, v))
+        if self.shared:
+            self.stride, self.k, self.v = piece, k, v
+        else:
+            self.stride = code.mul(heads, piece)
+            self.k, self.v = (code.at(x, code.mul(head, piece), self.stored) for x in (k, v))
         self.table = code.at(table, code.mul(row, columns), I32)
         self.between = code.mul(heads, const(self.G * self.H))  # distance of consecutive queries
         here = code.mul(head, const(self.G * self.H))
-        where = code.add(code.mul(token, self.between), here)
-        self.queries, self.sums = (code.room(self.real, self.rows * self.H) for _ in range(2))
+        where = result = code.add(code.mul(token, self.between), here)
+        self.apart = self.between  # distance of consecutive results
+        if self.V != self.H:
+            self.apart = code.mul(heads, const(self.G * self.V))
+            here = code.mul(head, const(self.G * self.V))
+            result = code.add(code.mul(token, self.apart), here)
+        self.queries = code.room(self.real, self.rows * self.H)
+        self.sums = code.room(self.real, self.rows * self.V)
         self.scores = code.room(self.real, self.rows * BLOCK)
         self.gathered, self.transposed = (code.room(self.real, BLOCK * self.H) for _ in range(2))
         self.tops, self.totals, self.shrinks = (code.room(self.real, self.rows) for _ in range(3))
-        scales = [code.at(each, code.mul(head, const(self.S)), SCALE) for each in scales]
+        if not self.shared:
+            scales = [code.at(each, code.mul(head, const(self.S)), SCALE) for each in scales]
         self.scales = [code.room(self.real, BLOCK) for _ in scales]
         products = [
-            self._product(module, "scores", BLOCK // self.width, self.width, self.H, BLOCK),
-            self._product(module, "values", self.H // self.lanes, self.lanes, BLOCK, self.H),
+            self._product(
+                module, "scores", BLOCK // self.width, self.width, self.H, (BLOCK, BLOCK)
+            ),
+            self._product(
+                module, "values", self.V // self.lanes, self.lanes, BLOCK, (self.H, self.V)
+            ),
         ]
         self._begin(
             code,
@@ -198,19 +233,21 @@ class _Tile(PagedCode):
                 self._gather_scales(code, source, target, block)
             self._gather(code, self.k, block)
             self._transpose(code)
-            with code.loop(const(0), self.count, ROWS) as (m, _):
+            with code.loop(const(0), self.count, self.at_once) as (m, _):
+                self._ahead(code, block, m)
                 a = code.at(self.queries, code.mul(m, const(self.H)), self.real)
                 c = code.at(self.scores, code.mul(m, const(BLOCK)), self.real)
                 code.call(products[0], [a, self.transposed, c, const(self.H), self.shrinks])
-            self._gather(code, self.v, block)
+            if not self.shared:
+                self._gather(code, self.v, block)
             self._softmax(code, block)
             depth = code.smaller_int(code.sub(self.stop, block), const(BLOCK))
-            with code.loop(const(0), self.count, ROWS) as (m, _):
+            with code.loop(const(0), self.count, self.at_once) as (m, _):
                 a = code.at(self.scores, code.mul(m, const(BLOCK)), self.real)
-                c = code.at(self.sums, code.mul(m, const(self.H)), self.real)
+                c = code.at(self.sums, code.mul(m, const(self.V)), self.real)
                 shrinks = code.at(self.shrinks, m, self.real)
                 code.call(products[1], [a, self.gathered, c, depth, shrinks])
-        self._finish(code, code.at(out, where, self.query_type))
+        self._finish(code, code.at(out, result, self.query_type))
         code.ret_void()
         return code.function
 
@@ -224,6 +261,7 @@ class _Tile(PagedCode):
         end = code.mul(self.count, const(self.H))
         with code.loop(end, last, self.lanes) as (index, _):
             code.write_vector(zero, self.queries, index)
+        last = const(self.rows * self.V)
         with code.loop(const(0), last, self.lanes) as (index, _):
             code.write_vector(zero, self.sums, index)
         scalar = ir.VectorType(self.real, 1)
@@ -243,6 +281,12 @@ class _Tile(PagedCode):
                 top = code.larger(filled(scalar, self.lowest), sink)
                 code.write_vector(top, self.tops, m)
                 code.write_vector(exp2(code, code.fsub(sink, top)), self.totals, m)
+
+    def _ahead(self, code: Code, block: Any, m: Any) -> None:
+        """Emit prefetches of a share of the next block, between two products. Here there are none.
+
+        `block` is the position of the first token, and `m` the first row of the next product.
+        """
 
     def _gather(self, code: Code, base: Any, block: Any) -> None:
         """Emit LLVM IR that gathers the keys or values of a block of tokens from their pages.
@@ -308,28 +352,37 @@ class _Tile(PagedCode):
                 code.write_vector(column, self.transposed, place)
 
     def _product(
-        self, module: ir.Module, name: str, vectors: int, lanes: int, across: int, columns: int
+        self,
+        module: ir.Module,
+        name: str,
+        vectors: int,
+        lanes: int,
+        across: int,
+        strides: tuple[int, int],
     ) -> ir.Function:
         """Add a function (a, b, c, depth, shrinks) to a module, c = c * shrinks + a @ b. Return it.
 
-        a is [ROWS, across], of which the first `depth` columns are used, b is [depth, columns] and
-        c is [ROWS, columns]. A row of b and c is `vectors` vectors of `lanes` lanes. The function
-        "scores" ignores `shrinks` and the previous contents of c.
+        a is [rows, across], of which the first `depth` columns are used, for `at_once` rows. A row
+        of b and c has `vectors` vectors of `lanes` lanes, and `strides` are the distances of rows
+        of b and of c. The function "scores" ignores `shrinks` and the previous contents of c.
         """
+        columns, apart = strides
         code, arguments = internal(module, name, [POINTER, POINTER, POINTER, I64, POINTER])
         a, b, c, depth, shrinks = arguments
         zero = filled(ir.VectorType(self.real, lanes), 0.0)
         for begin in range(0, vectors, self.most_vectors):
             pass_vectors = range(begin, min(begin + self.most_vectors, vectors))
             places = [
-                row * columns + vector * lanes for row in range(ROWS) for vector in pass_vectors
+                row * apart + vector * lanes
+                for row in range(self.at_once)
+                for vector in pass_vectors
             ]
             sums = [zero] * len(places)
             if name == "values":
                 sums = [
                     code.fmul(
                         code.read_vector(c, const(place), self.real, lanes),
-                        code.splat(code.read(shrinks, const(place // columns), self.real), lanes),
+                        code.splat(code.read(shrinks, const(place // apart), self.real), lanes),
                     )
                     for place in places
                 ]
@@ -340,7 +393,7 @@ class _Tile(PagedCode):
                     code.read_vector(b, code.add(start, const(vector * lanes)), self.real, lanes)
                     for vector in pass_vectors
                 ]
-                for row in range(ROWS):
+                for row in range(self.at_once):
                     factor = code.read(a, code.add(k, const(row * across)), self.real)
                     factor = code.splat(factor, lanes)
                     for nth, vector in enumerate(row_of_b):
@@ -417,9 +470,9 @@ class _Tile(PagedCode):
         ):
             m = code.add(code.mul(i, const(self.G)), g)
             total = self.divisor(code, m)
-            source = code.at(self.sums, code.mul(m, const(self.H)), self.real)
-            target = code.add(code.mul(i, self.between), code.mul(g, const(self.H)))
+            source = code.at(self.sums, code.mul(m, const(self.V)), self.real)
+            target = code.add(code.mul(i, self.apart), code.mul(g, const(self.V)))
             target = code.at(out, target, self.query_type)
-            with code.loop(const(0), const(self.H), self.lanes) as (index, _):
+            with code.loop(const(0), const(self.V), self.lanes) as (index, _):
                 sums = code.read_vector(source, index, self.real, self.lanes)
                 self.kernel.stored(code, code.fdiv(sums, total), target, index)

@@ -136,9 +136,11 @@ def test_deepseek_v3_on_16_devices_by_hand(experts: bool) -> None:
     more = 58 * (chosen - 8) * one_expert / devices * (1 + 4 / 128)
     assert weights.read(None, 32) - read == pytest.approx(more, rel=1e-6)
     plan = plan_memory(EngineConfig(), weights, None, named_device("H200"))
-    assert plan.starts and plan.page_bytes == plan.block_size * 2 * 2 * 61 * heads * 192
+    assert plan.starts and plan.page_bytes == plan.block_size * 70_272  # of 2 * 61 * (512 + 64)
     step = StepTimes(weights, None, 1.0, "NVIDIA H200", BANDWIDTH).decode(1, 1024)
     assert step.sums == pytest.approx(123 * 40e-6, rel=0.01) and step.sums > step.memory
+    pairs = 61 * heads * (576 + 512) * 1024
+    assert step.compute == pytest.approx(2 * (each + hidden * 129280 // devices + pairs) / 989e12)
 
 
 def test_sums_take_no_time_on_one_device_and_more_over_slower_links() -> None:

@@ -25,7 +25,15 @@ from jaxserve.execution.state import memory_kinds
 from jaxserve.models.shards import Split
 from jaxserve.request import SamplingParams
 from scripts.lib.placed_model import start_runner
-from tests.equivalence import EXPERTS, LARGEST, Bench, divided_model, run_schedule, with_sizes
+from tests.equivalence import (
+    EXPERTS,
+    LARGEST,
+    Bench,
+    divided_model,
+    fields_of_case,
+    run_schedule,
+    with_sizes,
+)
 from tests.execution.over_devices import counts_of
 from tests.support.quick_code import compile_quickly
 
@@ -37,10 +45,13 @@ def fields_of(split: Split) -> dict[str, Any]:
     return with_sizes(EXPERTS, {"num_key_value_heads": split.devices // split.context})
 
 
-def schedules_of(devices: int, context: int, count: int) -> tuple[Bench, dict[str, int]]:
-    """Run random schedules of an engine."""
+def schedules_of(
+    devices: int, context: int, count: int, case: str = ""
+) -> tuple[Bench, dict[str, int]]:
+    """Run random schedules of an engine, of the model of a case if one is named."""
     split = Split(devices, context=context)
-    bench = Bench(fields_of(split), (PAGE,), split=split, sizes=LARGEST)
+    fields = fields_of_case(case) if case else fields_of(split)
+    bench = Bench(fields, (PAGE,), split=split, sizes=LARGEST)
     return bench, dict(sum(map(partial(run_schedule, bench), range(count)), Counter()))
 
 
@@ -91,6 +102,11 @@ def main() -> int:
         "held bytes": sum(map(local_bytes, jax.tree.leaves(state.kv))) // runner.num_pages,
     }
     found["long request"] = long_request(bench)
+    bench, found["schedules of latents"] = schedules_of(2, 2, 3, "deepseek_v3_groups")
+    runner = bench.loaded[PAGE].runner
+    state = runner._state
+    held = sum(map(local_bytes, jax.tree.leaves(state.kv))) // runner.num_pages
+    found["bytes of latents"] = {"planned": runner.memory[0].bytes_per_unit, "held": held}
     if arguments.long:
         for devices, context in ((2, 2), (4, 4)):
             found[f"schedules, {devices} and {context}"] = schedules_of(devices, context, 20)[1]

@@ -26,6 +26,13 @@ def found() -> dict[str, Any]:
     return found_by("tests.execution.over_positions")
 
 
+def test_schedules_of_latents_over_positions_equal_the_oracle(found: dict[str, Any]) -> None:
+    """Each of two devices has half of the positions of the only head, and half of the bytes."""
+    assert found["schedules of latents"]["tokens"] > 50
+    # Two layers of cells of 32 numbers of 8 bytes, for half of 4 positions.
+    assert found["bytes of latents"] == {"planned": 2 * 2 * 32 * 8, "held": 2 * 2 * 32 * 8}
+
+
 def test_random_schedules_over_positions_equal_the_oracle(found: dict[str, Any]) -> None:
     schedules = found["schedules"]
     assert schedules["requests"] > 20

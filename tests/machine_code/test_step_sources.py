@@ -57,7 +57,7 @@ def test_programs_go_stale_with_their_source(file: str, old: str, new: str, copi
     ("file", "old", "new"),
     [
         ("jaxserve/execution/step.py", "Run several decode steps", "Run decode steps"),
-        ("jaxserve/execution/step.py", 'page_table: Int32[Array, "R M"]', "page_table"),
+        ("jaxserve/execution/step.py", 'page_table: Int32[Array, "R W"]', "page_table"),
         ("jaxserve/models/families/gemma.py", "def ", "async def "),
         ("jaxserve/execution/runner.py", "def ", "async def "),
         ("pallas_kernels/gpu/hopper_ragged.py", "def ", "async def "),

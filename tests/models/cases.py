@@ -33,6 +33,8 @@ EXPERTS = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
+LITE = {key: value for key, value in EXPERTS.items() if key != "first_k_dense_replace"}
+GROWING = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 COHERE = {"layer_norm_eps": 1e-3, "logit_scale": 0.8, "tie_word_embeddings": True}
 PROPORTIONAL = {
     "full_attention": {
@@ -117,6 +119,7 @@ SIZES: dict[str, Any] = {
 # By prefix of a case's name: Transformers' names, and fields of every case of the family.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
+    "mistral4": ("Mistral4", {**EXPERTS, "rope_parameters": GROWING}),
     "mistral": ("Mistral", {"sliding_window": 9}),
     "ministral3": (
         "Ministral3",
@@ -263,6 +266,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", {**EXPERTS}),
     "deepseek_v3": ("DeepseekV3", {**EXPERTS, "n_group": 3, "topk_group": 2}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**LITE, "n_group": 3, "topk_group": 2}),
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True}),
     "glm": ("Glm", {"head_dim": 16, "attention_bias": True}),
     "gemma2": (
@@ -544,6 +548,34 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
         "tie_word_embeddings": True,
         "num_experts_per_tok": 4,
+        "v_head_dim": 20,
+    },
+    "glm4_moe_lite_groups": {},
+    "glm4_moe_lite_types_halves": {
+        "mlp_layer_types": ["sparse", "dense"],
+        "rope_interleave": False,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+    },
+    "glm4_moe_lite_bias_yarn_tied": {
+        "attention_bias": True,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+        "tie_word_embeddings": True,
+        "v_head_dim": 20,
+    },
+    "mistral4_growing": {},
+    "mistral4_groups_tied": {
+        "n_group": 3,
+        "topk_group": 2,
+        "tie_word_embeddings": True,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 0,
+    },
+    "mistral4_halves_bias": {
+        "rope_interleave": False,
+        "attention_bias": True,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
         "v_head_dim": 20,
     },
     "glm_half_rotated": {},

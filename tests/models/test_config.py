@@ -67,6 +67,8 @@ NEEDED = {
     "Mamba2ForCausalLM": {"num_key_value_heads": None},
     "OlmoHybridForCausalLM": {"num_key_value_heads": 30},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
+    "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 20},
+    "Mistral4ForCausalLM": {"num_key_value_heads": 32},
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "NanoChatForCausalLM": {"num_key_value_heads": 6},
     "Glm4vMoeForCausalLM": {"num_key_value_heads": 8, "num_attention_heads": 64},
@@ -648,7 +650,7 @@ def test_spellings_of_experts_mean_the_same():
     for raw in (MIXTRAL, GPT_OSS, DEEPSEEK):
         assert parse_model_config(raw).experts is not None
     config = parse_model_config(DEEPSEEK)
-    assert (config.head_dim, config.rotary_dim, config.num_key_value_heads) == (20, 8, 4)
+    assert (config.head_dim, config.rotary_dim, config.num_key_value_heads) == (24, 8, 4)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import attention, decoder, experts, latent, read_model_config
 from jaxserve.models.config.model_config import IGNORED, NEUTRAL
 from jaxserve.models.registry import ARCHITECTURES
-from pallas_kernels import grouped_matmul, ragged_paged_attention
+from pallas_kernels import grouped_matmul, latent_attention, ragged_paged_attention
 from tests.models.cases import CASES, FULL, SLIDING, family_of, fields_of
 from tests.models.tiny_models import load, reference_logits
 from tests.models.trait_changes import TRAIT_CHANGES, TRAIT_WITHOUT_MLP
@@ -192,6 +192,53 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.rope_theta": 600.0},
     ],
     "deepseek_v2_one_projection_yarn": [{"rope_parameters.mscale_all_dim": 0.5}],
+    "glm4_moe_lite_groups": [
+        {"n_group": 2},
+        {"topk_group": 1},
+        {"n_routed_experts": 5},
+        {"num_experts_per_tok": 3},
+        {"moe_intermediate_size": 12},
+        {"n_shared_experts": 1},
+        {"mlp_layer_types": ["sparse", "sparse"]},
+        {"mlp_layer_types": ["dense"]},
+        {"mlp_layer_types": ["dense", "wide"]},
+        {"first_k_dense_replace": 0},
+        {"routed_scaling_factor": 2.0},
+        {"norm_topk_prob": False},
+        {"rope_interleave": False},
+        {"attention_bias": True},
+        {"q_lora_rank": None},
+        {"kv_lora_rank": 8},
+        {"qk_nope_head_dim": 11},
+        {"qk_head_dim": 21},
+        {"qk_rope_head_dim": 4},
+        {"v_head_dim": 8},
+        {"rope_parameters.rope_theta": 600.0},
+    ],
+    "mistral4_growing": [
+        {"n_group": 2},
+        {"topk_group": 2},
+        {"n_routed_experts": 5},
+        {"num_experts_per_tok": 3},
+        {"moe_intermediate_size": 12},
+        {"n_shared_experts": 1},
+        {"first_k_dense_replace": 0},
+        {"routed_scaling_factor": 2.0},
+        {"norm_topk_prob": False},
+        {"rope_interleave": False},
+        {"attention_bias": True},
+        {"q_lora_rank": None},
+        {"kv_lora_rank": 8},
+        {"qk_nope_head_dim": 11},
+        {"qk_head_dim": 21},
+        {"qk_rope_head_dim": 4},
+        {"head_dim": 8},
+        {"v_head_dim": 8},
+        {"rope_parameters.rope_theta": 600.0},
+        {"rope_parameters.llama_4_scaling_beta": 0.5},
+        {"rope_parameters.partial_rotary_factor": 0.5},
+        {"rope_parameters.mscale_all_dim": 0.5},
+    ],
     "deepseek_v3_groups": [
         {"topk_method": "greedy"},
         {"n_group": 2},
@@ -613,10 +660,12 @@ def attention_is_compiled_once():
     """Compile attention's loops once, while all other code is compiled by operation."""
     static = "implementation"
     compiled = jax.jit(ragged_paged_attention, static_argnames=static, compiler_options=FAST)
+    static = "one_query", "implementation"
+    latents = jax.jit(latent_attention, static_argnames=static, compiler_options=FAST)
     product = jax.jit(grouped_matmul, static_argnames="implementation", compiler_options=FAST)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "ragged_attention", compiled)
-        patch.setattr(latent, "ragged_attention", compiled)
+        patch.setattr(latent, "attend_latents", latents)
         patch.setattr(experts, "grouped_matmul", product)
         patch.setattr(decoder, "run_layer", decoder.run_layer.__wrapped__)
         yield

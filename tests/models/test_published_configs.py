@@ -6,12 +6,17 @@ of the published length, not of the published numbers. A variant is written as i
 """
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
+import ml_dtypes  # noqa: F401, NumPy's bfloat16
+import numpy as np
 import pytest
 
+from jaxserve.execution.state import memory_kinds
 from jaxserve.models import parse_model_config
 from jaxserve.models.config.rope import LongRopeScaling, YarnScaling
+from jaxserve.models.shards import ONE_DEVICE, Split
 from tests.models.test_quantization_config import BNB, W4A16, W8A8
 
 Raw = dict[str, Any]
@@ -236,6 +241,50 @@ DEEPSEEK_V3 |= {"norm_topk_prob": True, "num_experts_per_tok": 8, "num_nextn_pre
 DEEPSEEK_V3 |= {"quantization_config": FP8, "routed_scaling_factor": 2.5, "topk_group": 4}
 DEEPSEEK_V3 |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 DEEPSEEK_V3 |= {"rope_scaling": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+KIMI_K2 = DEEPSEEK_V3 | {"model_type": "kimi_k2", "num_attention_heads": 64}
+KIMI_K2 |= {"num_key_value_heads": 64, "n_routed_experts": 384, "vocab_size": 163840}
+KIMI_K2 |= {
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+}
+KIMI_K2 |= {"max_position_embeddings": 131072, "rope_theta": 50000.0}
+KIMI_K2["rope_scaling"] = DEEPSEEK_YARN | {"factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+# The defaults of the classes of Transformers.
+GLM_FLASH = COMMON | shape(2048, 10240, 47, 20, 20, 154880)
+GLM_FLASH |= {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+GLM_FLASH |= {"attention_bias": False, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5}
+GLM_FLASH |= {"moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1}
+GLM_FLASH |= {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+GLM_FLASH |= {"routed_scaling_factor": 1.8, "q_lora_rank": 768, "kv_lora_rank": 512}
+GLM_FLASH |= {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+GLM_FLASH |= {"mlp_layer_types": ["dense", *["sparse"] * 46], "rope_interleave": True}
+GLM_FLASH |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
+GLM_FLASH |= {"num_nextn_predict_layers": 1, "bos_token_id": 0, "eos_token_id": 1}
+MISTRAL_SMALL_4 = COMMON | shape(4096, 12288, 36, 32, 32, 131072)
+MISTRAL_SMALL_4 |= {"architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4"}
+MISTRAL_SMALL_4 |= {"attention_bias": False, "first_k_dense_replace": 0, "head_dim": 128}
+MISTRAL_SMALL_4 |= {"moe_intermediate_size": 2048, "n_routed_experts": 128, "n_shared_experts": 1}
+MISTRAL_SMALL_4 |= {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 1024}
+MISTRAL_SMALL_4 |= {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "kv_lora_rank": 256}
+MISTRAL_SMALL_4 |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
+MISTRAL_SMALL_4 |= {"qk_head_dim": 128, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-6}
+MISTRAL_SMALL_4 |= {"bos_token_id": 1, "eos_token_id": 2, "rope_interleave": True}
+MISTRAL_SMALL_4["rope_parameters"] = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "max_position_embeddings": 1048576,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+    "partial_rotary_factor": 0.5,
+}
 
 LLAMA_32_ROPE = LLAMA_3["rope_scaling"] | {"factor": 32.0}
 PHI_4_MINI = shape(3072, 8192, 32, 24, 8, 200064) | {
@@ -435,6 +484,20 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
         DEEPSEEK_V3 | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}},
         163840,
     ),
+    "Kimi-K2-Instruct": (
+        KIMI_K2,
+        131072,
+    ),
+    "GLM-4.7-Flash": (GLM_FLASH, 202752),
+    "Mistral-Small-4": (MISTRAL_SMALL_4, 1048576),
+}
+# Bytes of a token in the cache in 16 bits: layers * (rank + rotated part) * 2.
+LATENTS = {
+    "DeepSeek-V2-Lite": 27 * (512 + 64) * 2,
+    "DeepSeek-V3": 70_272,
+    "Kimi-K2-Instruct": 70_272,
+    "GLM-4.7-Flash": 54_144,
+    "Mistral-Small-4": 36 * (256 + 64) * 2,
 }
 
 
@@ -448,6 +511,17 @@ def test_a_published_config_is_read(name):
     quantized = raw.get("quantization_config", {}).get("quant_method")
     methods = ("fp8", "gptq", "compressed-tensors", "bitsandbytes")
     assert (config.quantization is not None) == (quantized in methods)
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_a_token_takes_its_latent_and_the_rotated_part_on_every_device(name):
+    config = parse_model_config(deepcopy(PUBLISHED[name][0]))
+    assert (config.num_attention_heads % 4, config.head_dim) == (0, config.latent.cell)
+    for split in (ONE_DEVICE, Split(4)):
+        pages = memory_kinds(replace(config, split=split), 16, np.dtype("bfloat16"), 1)[0]
+        assert pages.bytes_per_unit == 16 * LATENTS[name]
+    half = memory_kinds(replace(config, split=Split(4, context=2)), 16, np.dtype("bfloat16"), 1)[0]
+    assert half.bytes_per_unit == 8 * LATENTS[name]
 
 
 def test_what_the_unusual_ones_say():

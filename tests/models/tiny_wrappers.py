@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from jaxserve.models.config.wrappers import WRAPPERS
 from jaxserve.models.registry import MODEL_TYPES
-from tests.models.cases import EXPERTS, SIZES
+from tests.models.cases import EXPERTS, GROWING, SIZES
 
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 # By `model_type` of the text: fields besides the sizes.
@@ -36,6 +36,7 @@ TEXT: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 9},
     "mistral": {"sliding_window": None, "head_dim": 12},
+    "mistral4": {**EXPERTS, "rope_parameters": GROWING},
     "cohere2": {"sliding_window": 9, "logit_scale": 0.8},
     "deepseek_v3": {**EXPERTS, "n_group": 3, "topk_group": 2},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
@@ -89,10 +90,13 @@ ABSENT = {
 CASES = [name for name in WRAPPERS if name not in ABSENT]
 
 
-def tiny_wrapper(name: str, **outer: Any) -> Any:
-    """Return a random wrapper, with `outer` as fields of its own configuration."""
-    row = WRAPPERS[name]
-    text = _text_config(row.text, SECTIONS.get(row.text, {}))
+def tiny_wrapper(name: str, kind: str = "", **outer: Any) -> Any:
+    """Return a random wrapper, with `outer` as fields of its own configuration.
+
+    `kind` is the `model_type` of its text, by default the wrapper's usual one.
+    """
+    row, kind = WRAPPERS[name], kind or WRAPPERS[name].text
+    text = _text_config(kind, SECTIONS.get(kind, {}))
     config: Any = CONFIG_MAPPING[row.model_type](
         text_config=text, **WIDTHS.get(row.model_type, {}), **outer
     )
@@ -108,9 +112,9 @@ def tiny_wrapper(name: str, **outer: Any) -> Any:
     return _varied(getattr(transformers, name)(config))
 
 
-def text_alone(name: str, wrapper: Any) -> Any:
+def text_alone(name: str, wrapper: Any, kind: str = "") -> Any:
     """Return a model of the text's family with the wrapper's weights of the text."""
-    kind = WRAPPERS[name].text
+    kind = kind or WRAPPERS[name].text
     cls = getattr(transformers, MODEL_TYPES[kind])
     fields = _text_config(kind, {}).to_dict()
     names = ("model_type", "architectures", "transformers_version", "rope_parameters")
@@ -118,7 +122,7 @@ def text_alone(name: str, wrapper: Any) -> Any:
         "rope_parameters": fields["rope_parameters"],
         "tie_word_embeddings": bool(getattr(wrapper.config, "tie_word_embeddings", False)),
     }
-    if "num_local_experts" in fields:  # and has no field that says so
+    if "num_local_experts" in fields and kind != "mistral4":  # and has no field that says so
         fields["norm_topk_prob"] = True
     plain = cls.config_class(**fields)
     model = cls(plain)

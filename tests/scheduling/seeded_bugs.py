@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.scheduling.seeded_device_bugs import DEVICE_BUGS
 from tests.scheduling.seeded_kind_bugs import KIND_BUGS
+from tests.scheduling.seeded_latent_bugs import LATENT_BUGS
 from tests.scheduling.seeded_pool_bugs import (
     BATCH,
     FITTING,
@@ -63,14 +64,14 @@ SCHEDULE_BUGS = (
     Bug(
         "a partial page is published",
         PUBLISHING,
-        "full = table.num_committed[slots] // self.pool.page_size",
-        "full = -(-table.num_committed[slots] // self.pool.page_size)",
+        "full = table.num_committed[slots] // self.pool.page_size\n        first = table.num_p",
+        "full = -(-table.num_committed[slots] // self.pool.page_size)\n        first = table.num_p",
     ),
     Bug(
         "pages of the step in flight are published",
         PUBLISHING,
-        "full = table.num_committed[slots] // self.pool.page_size",
-        "full = table.num_computed[slots] // self.pool.page_size",
+        "full = table.num_committed[slots] // self.pool.page_size\n        first = table.num_p",
+        "full = table.num_computed[slots] // self.pool.page_size\n        first = table.num_p",
     ),
     Bug(
         "pages are published before they are computed",
@@ -456,4 +457,4 @@ SCHEDULER_BUGS = (
     *TABLE_BUGS,
     *OTHER_BUGS,
 )
-BUGS = (*SCHEDULER_BUGS, *DEVICE_BUGS)
+BUGS = (*SCHEDULER_BUGS, *DEVICE_BUGS, *LATENT_BUGS)

@@ -9,70 +9,70 @@ KINDS = "jaxserve/scheduling/page_kinds.py"
 
 KIND_BUGS = (
     Bug(
-        "a block is given back one token early",
+        "kinds: a block is given back one token early",
         KINDS,
         "return np.maximum(computed - self.window + 1, 0) // page_size",
         "return np.maximum(computed - self.window + 2, 0) // page_size",
     ),
     Bug(
-        "a prefix is used without the blocks of its window",
+        "kinds: a prefix is used without the blocks of its window",
         POOL,
         "            is_end &= last_missing <= ",
         "            last_missing <= ",
     ),
     Bug(
-        "the blocks of a prefix are checked for a shorter window",
+        "kinds: the blocks of a prefix are checked for a shorter window",
         POOL,
         "            tokens = numbers * self.page_size\n",
         "            tokens = (numbers + 1) * self.page_size\n",
     ),
     Bug(
-        "keys are published for the first kind alone",
+        "kinds: keys are published for the first kind alone",
         PUBLISHING,
         "for kind in range(1, len(table.kinds)):",
         "for kind in range(1, 1):",
         only_slow=True,
     ),
     Bug(
-        "all kinds share the keys of the first",
+        "kinds: all kinds share the keys of the first",
         POOL,
         "return keys ^ np.uint64(kind * _SALT % 2**64) if kind else keys",
         "return keys",
     ),
     Bug(
-        "a sequence that ends releases the blocks of the first kind alone",
+        "kinds: a sequence that ends releases the blocks of the first kind alone",
         SLOTS,
         "            pages.append(self.all_pages(slot))\n",
         "            pages.append(self.pages(slot))\n",
     ),
     Bug(
-        "the first kind's blocks are sent for another",
+        "kinds: the first kind's blocks are sent for another",
         SLOTS,
         "            self.block_pages[blocks[number], : kind.num_pages].T\n",
         "            self.block_pages[blocks[0], : kind.num_pages].T\n",
     ),
     Bug(
-        "the first kind's rows are sent for another",
+        "kinds: the first kind's rows are sent for another",
         SLOTS,
         "pages = self.block_pages[self.page_tables[number, slots], : kind.num_pages]",
         "pages = self.block_pages[self.page_tables[0, slots], : kind.num_pages]",
     ),
     Bug(
-        "hits of another kind are evicted while the first is allocated",
+        "kinds: hits of another kind are evicted while the first is allocated",
         SCHEDULER,
         "        self.pool.share(np.concatenate(shared))  # before an allocation could evict them\n"
-        "        for kind, (first, blocks) in enumerate(zip(outside, shared, strict=True)):\n",
-        "        for kind, (first, blocks) in enumerate(zip(outside, shared, strict=True)):\n"
-        "            self.pool.share(blocks)\n",
+        "        allocated = self.pool.allocate(fresh).reshape(len(hits), fresh)\n",
+        "        allocated = self.pool.allocate(fresh).reshape(len(hits), fresh)\n"
+        "        self.pool.share(np.concatenate(shared))\n",
     ),
     Bug(
-        "only the first page of an evicted block becomes free",
+        "kinds: only the first page of an evicted block becomes free",
         POOL,
         "        pages = self.pages_of(blocks)\n        self._blank",
         "        pages = blocks\n        self._blank",
     ),
     Bug(
-        "a reserve of one step's tokens",
+        "kinds: a reserve of one step's tokens",
         WINDOWS,
         "tokens = min(tokens, 2 * self._max_tokens)",
         "tokens = min(tokens, self._max_tokens)",

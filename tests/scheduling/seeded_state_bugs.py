@@ -27,8 +27,8 @@ STATE_FAULTS = {
 STATE_BUGS = (
     Bug(
         "cached pages are used without a snapshot",
-        SCHEDULER,
-        "is_end = has_snapshot if is_end is None else is_end & has_snapshot",
+        POOL,
+        "is_end = has_snapshot(first) if is_end is None else is_end & has_snapshot(first)",
         "pass",
         letter="j",
     ),

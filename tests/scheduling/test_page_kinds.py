@@ -60,7 +60,7 @@ def test_pages_of_larger_layers_have_fewer_tokens():
 
 def test_a_block_takes_the_pages_of_its_kind_and_gives_them_back():
     pool = PagePool(12, 4, KINDS)
-    first, second = pool.allocate(2, kind=0), pool.allocate(2, kind=1)
+    first, second = pool.allocate(2)
     assert pool.num_free == 1 and len({*first, *second}) == 4
     pages = np.concatenate([pool.block_pages[first, :2].ravel(), pool.block_pages[second].ravel()])
     assert sorted(pages.tolist()) == list(range(1, 11))
@@ -72,20 +72,20 @@ def test_a_block_takes_the_pages_of_its_kind_and_gives_them_back():
 
 def test_eviction_frees_blocks_of_any_kind():
     pool, keys = PagePool(11, 4, KINDS), np.arange(1, 5, dtype=np.uint64).reshape(2, 2) << 33
-    first, second = pool.allocate(2, kind=0), pool.allocate(2, kind=1)
+    first, second = pool.allocate(2)
     pool.publish(first, keys)
     pool.publish(second, keys, kind=1)
     pool.release(second, first)
     assert pool.find(keys, 1).tolist() == second.tolist() and pool.num_free == 10
-    pool.allocate(2, kind=0)  # 4 pages, and a block of kind 1 has 3
+    pool.allocate(1)  # 5 pages, and a block of kind 1 has 3
     assert pool.match(keys).tolist() == first.tolist() and not pool.find(keys, 1).any()
-    assert pool.num_free == 6
+    assert pool.num_free == 5
 
 
 def test_a_prefix_ends_where_each_kind_has_the_blocks_of_its_window():
     pool, size = PagePool(60, 4, KINDS), 4
     keys = (np.arange(16, dtype=np.uint64).reshape(8, 2) + np.uint64(1)) << np.uint64(33)
-    first, second = pool.allocate(8, kind=0), pool.allocate(8, kind=1)
+    first, second = pool.allocate(8)
     pool.publish(first, keys)
     pool.publish(second[[1, 2, 5, 6, 7]], keys[[1, 2, 5, 6, 7]], kind=1)
     prefix = pool.prefix(keys)
@@ -98,12 +98,15 @@ def test_a_prefix_ends_where_each_kind_has_the_blocks_of_its_window():
 def test_a_sequence_holds_its_window_and_all_blocks_of_other_kinds():
     served = Served(pages=200, kinds=KINDS, budget=8)
     sequence = served.add(40, max_tokens=12)
+    for _ in range(5):
+        served.step()
+    assert len(served.slots.pages(sequence.slot)) == 10
+    # The next token is at position 40 and sees the one at 33, in block 8.
+    assert served.slots.first_pages[:, sequence.slot].tolist() == [0, 8]
+    assert served.pool.num_usable - served.pool.num_free == 2 * 10 + 3 * 2
     for _ in range(8):
         served.step()
-    assert len(served.slots.pages(sequence.slot)) == 11
-    # The next token is at position 43 and sees the one at 36, in block 9.
-    assert served.slots.first_pages[:, sequence.slot].tolist() == [0, 9]
-    assert served.pool.num_usable - served.pool.num_free == 2 * 11 + 3 * 2
+    assert served.slots.first_pages[:, sequence.slot].tolist() == [0, 10]
     served.run()
 
 

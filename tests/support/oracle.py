@@ -19,12 +19,14 @@ from flax import nnx
 
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.config.experts import Experts
+from jaxserve.models.latent import softmax_scale
 from jaxserve.models.registry import ARCHITECTURES
 from jaxserve.models.rope import rope_frequencies
 from jaxserve.request import SamplingParams
 from tests.support.recurrent_oracle import recurrent_mixer
 
 Array = np.ndarray
+LATENT_EPS = 1e-6  # of the norms of latents
 Words = Listing[Listing[int]]
 # Tokens that may follow some generated token ids, bool[V], and whether only an end may follow.
 Form = Callable[[tuple[int, ...]], tuple[Array, bool]]
@@ -125,16 +127,19 @@ class Oracle:
         kinds = config.mixers_of(index)
         factors = config.scales.mixers or ((1.0, 1.0),) * len(kinds)
         for kind, (before, after) in zip(kinds, factors, strict=True):
-            if kind != "attention":
+            if kind not in ("attention", "latent"):
                 results.append(after * recurrent_mixer(kind, config, layer, before * x))
                 continue
             rope, window = config.rope_of(index), config.layers.windows[index]
-            size = config.for_layer(index).head_dim
+            size = config.for_layer(index).rotary_dim
             turns = rope_frequencies(rope or config.rope, size) * (rope is not None)
             angles = np.arange(len(x))[:, None] * turns
             factor = getattr(rope and rope.scaling, "attention_factor", 1.0)
             sign = -1 if rope is not None and rope.backwards else 1
             turns = factor * np.cos(angles), sign * factor * np.sin(angles)
+            if kind == "latent":
+                results.append(after * self._latent(before * x, layer, *turns))
+                continue
             source = config.layers.sources[index] if config.layers.sources else index
             results.append(after * self._attention(before * x, layer, *turns, window, source))
             if source == index:
@@ -301,6 +306,43 @@ class Oracle:
             is_soft = self._traits.gate_activation == "softplus"
             mixed = mixed * (np.log1p(np.exp(gate)) if is_soft else 1 / (1 + np.exp(-gate)))
         return np.tensordot(mixed, layer["attention.out"], 3) + layer.get("attention.out_bias", 0)
+
+    def _latent(self, x: Array, layer: dict[str, Array], cos: Array, sin: Array) -> Array:
+        """Project the keys and values of every head from the latents, and attend to them."""
+        w = {name.removeprefix("attention."): value for name, value in layer.items()}
+        latent = self._config.latent
+        assert latent is not None
+        rank, plain = latent.rank, latent.plain
+
+        def normed(x: Array, scale: Array) -> Array:
+            return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + LATENT_EPS) * scale
+
+        def turned(x: Array) -> Array:
+            if latent.interleaved:
+                x = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+            return _rotated(x, cos[:, None], sin[:, None])
+
+        narrow = x
+        if "query_down" in w:
+            narrow = x @ w["query_down"] + w.get("query_down_bias", 0)
+            narrow = normed(narrow, w["query_norm.scale"])
+        query = np.tensordot(narrow, w["query"], 1)
+        query = np.concatenate([query[..., :plain], turned(query[..., plain:])], axis=-1)
+        joint = x @ w["down"] + w.get("down_bias", 0)
+        shared = turned(joint[:, None, rank:])[:, 0]
+        cell = np.concatenate([normed(joint[:, :rank], w["norm.scale"]), shared], axis=-1)
+        cell = self._through_cache(cell)
+        key = np.einsum("tc,nac->nta", cell[:, :rank], w["key_up"])
+        rotary = np.broadcast_to(cell[:, rank:], (len(key), *cell[:, rank:].shape))
+        key = np.concatenate([key, rotary], axis=-1)
+        value = np.einsum("tc,ncu->ntu", cell[:, :rank], w["value_up"])
+        scores = query.transpose(1, 0, 2) @ key.swapaxes(-1, -2)
+        scores = softmax_scale(latent, self._config.rope) * scores
+        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        mixed = (weights @ value).transpose(1, 0, 2)
+        return np.tensordot(mixed, w["out"], 2) + w.get("out_bias", 0)
 
     def answer(
         self,

@@ -48,17 +48,18 @@ class PagedRunner:
 
         def pages(index: int) -> jax.Array:
             sized = config.for_layer(index)
-            heads, size = sized.num_key_value_heads, sized.head_dim
-            array = np.zeros((num_pages, heads, self.page_size, size), dtype)
+            heads = sized.num_key_value_heads if config.latent is None else 1
+            array = np.zeros((num_pages, heads, self.page_size, sized.head_dim), dtype)
             array[0] = np.nan
             return jnp.array(array)
 
         self._sources = config.layers.sources or range(config.num_hidden_layers)
         self._owners = set(filter(config.has_pages, self._sources))
         exact = np.promote_types(dtype, np.float32) if dtype != "bfloat16" else np.float32
+        arrays = 2 if config.latent is None else 1
         self.kept = [
             Kept(
-                (pages(index), pages(index)) if index in self._owners else (),
+                tuple(pages(index) for _ in range(arrays)) if index in self._owners else (),
                 tuple(
                     jnp.full((2 * self.num_rows, *part.shape), np.nan, exact)
                     for part in config.states_of(index)

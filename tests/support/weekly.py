@@ -183,7 +183,19 @@ FAMILIES = "jaxserve/models/families/"
 CASES = ("case", "family")
 FAMILY_TESTS = ("tests/models/", "tests/engine/test_families.py")
 # Families in the file of another, by how the names of cases begin.
-IN_FILES = {"ministral": "mistral", "glm4": "glm", "lfm3": "lfm2", "falcon_h1": "bamba"}
+IN_FILES = {
+    "ministral": "mistral",
+    "glm4_moe_lite": "glm4_moe_lite",
+    "glm4": "glm",
+    "lfm3": "lfm2",
+    "falcon_h1": "bamba",
+    "arcee": "llama",
+    "seed_oss": "llama",
+    "hy_v3": "hunyuan",
+    "mellum": "qwen",
+    "sarvam_moe": "glm",
+    "solar_open": "glm",
+}
 
 
 def family_file(case: str) -> str | None:

@@ -97,7 +97,7 @@ def write_quantized(directory: Path, kind: str) -> tuple[Path, dict[str, Any], i
         values, model.config, to, lambda folder: copy_config(directory, folder), "float32", asked
     )
     assert not values and open_converted(to).quantization == asked
-    return to, want, {"int4": 16, "gptq_act_order": 4}[kind]
+    return to, want, {"int4": 18, "gptq_act_order": 4}[kind]
 
 
 @pytest.mark.parametrize("kind", ["int4", "gptq_act_order"])

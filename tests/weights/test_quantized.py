@@ -617,14 +617,16 @@ def test_blocks_as_codes_are_the_blocks_numbers(name):
 def test_the_blocks_matrices_are_quantized_and_nothing_else(form, raw):
     config = parse_model_config(raw)
     plain = parameters(random_weights(config, np.float32))
-    matrices = (".qkv", ".out", ".gate_up", ".down", ".query", ".query_down", ".up")
+    matrices = (".qkv", ".out", ".gate_up", ".down", ".query", ".query_down")
+    matrices += ".key_up", ".value_up"
     for path, value in parameters(random_weights(config, np.float32, 0, form)).items():
         matrix = path.endswith(matrices)
         assert isinstance(value, PlacedWeight) == matrix, path
         if not matrix:
             np.testing.assert_array_equal(value, plain[path])
             continue
-        is_four = form == "int4" and value.values.ndim == 3  # rows are short
+        is_experts = "mlp" in path and value.values.ndim == 3
+        is_four = form == "int4" and is_experts  # other rows are short
         bits = 4 if is_four else 8
         rows = value.inputs if form != "int4" else -(-value.inputs // 32) * 32
         assert value.values.nbytes * 8 == plain[path].size // value.inputs * rows * bits

@@ -25,6 +25,8 @@ class Experts:
         corrected: a bias for each expert, beside its sigmoid, takes part in the choice of experts.
         groups, kept_groups: number of groups of experts, and of groups with the best scores from
             which experts are chosen.
+        group_best: number of a group's best scores whose sum is its score, or 0 for that of the
+            router: 1 of a softmax, 2 of sigmoids.
         shared: width of an additional MLP that every token passes, or 0 without one.
         latent: number of dimensions that the experts work in, or 0 for those of the model.
         shared_gate: the additional MLP has a gate for each token.
@@ -45,6 +47,7 @@ class Experts:
     corrected: bool = True
     groups: int = 1
     kept_groups: int = 1
+    group_best: int = 0
     shared: int = 0
     latent: int = 0
     shared_gate: bool = False

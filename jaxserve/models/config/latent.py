@@ -19,6 +19,8 @@ class Latent:
         plain, rotary: number of dimensions of a query or key head without and with rotation.
         value: size of a value head.
         interleaved: the checkpoint pairs neighbouring dimensions for the rotation.
+        divided: the checkpoint has a matrix of keys and one of values for each head, as GGUF files
+            do. Otherwise it has one matrix.
     """
 
     query_rank: int | None
@@ -27,6 +29,7 @@ class Latent:
     rotary: int
     value: int
     interleaved: bool
+    divided: bool = False
 
     @property
     def key(self) -> int:
@@ -34,9 +37,9 @@ class Latent:
         return self.plain + self.rotary
 
     @property
-    def cached(self) -> int:
-        """Size of a head in the KV cache, where the shorter of key and value is padded."""
-        return max(self.key, self.value)
+    def cell(self) -> int:
+        """Numbers of a token in the cache: the latent of keys and values, and the rotated key."""
+        return self.rank + self.rotary
 
 
 ReadLatent = Callable[[Fields], Latent | None]

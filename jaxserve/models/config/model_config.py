@@ -96,11 +96,11 @@ class ModelConfig:
     `use_qk_norm` is the switch of families that have one. `dtype` is the dtype that the checkpoint
     declares, by default "float32". `local_rope` is the rotary embedding of layers with a window, if
     it differs. `attention_bias` applies to queries, keys and values, `output_bias` to the
-    projection after attention. `head_dim` is the size of a head in the cache, `value_dim` that of a
-    value if it is smaller. `keys_as_values` states that values are the projected keys, and
-    `reads_other` that a layer reads the cache pages of another. Where layers differ in these,
-    `for_layer` gives those of a layer. `layer_inputs` is the size of an input that each layer has,
-    or 0. `experts`, `latent` and `recurrent` (sizes of layers with states) are None for models
+    projection after attention. `head_dim` is the size of a head in the cache, or of a cell with
+    latent attention, `value_dim` that of a value if it is smaller. `keys_as_values` states that
+    values are the projected keys, and `reads_other` that a layer reads the cache pages of another.
+    Where layers differ in these, `for_layer` gives those of a layer. `layer_inputs` is the size of
+    an input that each layer has, or 0. `experts`, `latent` and `recurrent` (sizes of layers with states) are None for models
     without them. `extra_layers` counts layers of the checkpoint that are not read. `wrapper` names
     the multimodal architecture that contains this text model. `split` is the division over devices.
     The class is hashable, so that modules can hold it.
@@ -274,6 +274,8 @@ class ModelConfig:
             # A head that several devices have counts once for each of them.
             heads = max(sized.num_key_value_heads, self.split.devices)
             shape = heads, sized.head_dim, sized.head_dim
+            if self.latent is not None:
+                name, shape = "latent", (1, self.head_dim, 0)
             kinds.setdefault((name, *shape, window), []).append(layer)
         described = (
             PageKind(name, tuple(layers), heads, key, value, window)
@@ -359,7 +361,7 @@ def _sizes(fields: Fields, rules: ConfigRules, latent: Latent | None) -> dict[st
             allowed = f"a multiple of num_attention_heads ({heads}) if no head_dim"
             fields.refuse("hidden_size", allowed)
     else:
-        head_dim = latent.cached
+        head_dim = latent.cell
         if kv_heads != heads:
             fields.refuse("num_key_value_heads", f"num_attention_heads ({heads}), or nothing")
     if heads % kv_heads:

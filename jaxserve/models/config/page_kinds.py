@@ -22,7 +22,7 @@ class PageKind:
         heads: number of kv heads, on all devices together. A head that several devices have counts
             once for each of them.
         key_size: size of a key of a head.
-        value_size: size of a value of a head.
+        value_size: size of a value of a head, or 0 if values are a part of the keys (latents).
         window: number of positions that a query sees, its own included, or None for all.
     """
 
@@ -38,8 +38,13 @@ class PageKind:
         """Number of kv heads, and sizes of a key and of a value."""
         return self.heads, self.key_size, self.value_size
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Size of a head in each array of the pages: keys, and values unless they are latents."""
+        return (self.key_size, self.value_size) if self.value_size else (self.key_size,)
 
-class LayerPages(NamedTuple):
+
+class LayerPlace(NamedTuple):
     """The cache pages of a layer.
 
     Attributes:
@@ -69,7 +74,7 @@ class PageLayout:
 
     kinds: tuple[PageKind, ...]
     depth: int
-    places: tuple[LayerPages | None, ...]
+    places: tuple[LayerPlace | None, ...]
 
     @classmethod
     def of(
@@ -88,11 +93,11 @@ class PageLayout:
         kinds = tuple(sorted(kinds, key=lambda kind: -(kind.window or 1 << 62)))
         counts = [len(kind.layers) for kind in kinds]
         depth = _depth(counts)
-        places: list[LayerPages | None] = [None] * num_layers
+        places: list[LayerPlace | None] = [None] * num_layers
         first = 0
         for number, kind in enumerate(kinds):
             for index, layer in enumerate(kind.layers):
-                places[layer] = LayerPages(number, first + index // depth, index % depth)
+                places[layer] = LayerPlace(number, first + index // depth, index % depth)
             first += -(-len(kind.layers) // depth)
         if sources:
             places = [places[source] for source in sources]
@@ -115,18 +120,15 @@ class PageLayout:
 
         The kind with the fewest bytes per token has one page for all of them.
         """
-        keys, values = zip(
-            *((k.heads * k.key_size, k.heads * k.value_size) for k in self.kinds), strict=True
-        )
-        times = [
-            (own[kind] // max(1, min(own)), own[kind] % max(1, min(own))) for own in (keys, values)
-        ]
-        if times[0] != times[1] or times[0][1]:
+        numbers = [[kind.heads * size for size in kind.sizes] for kind in self.kinds]
+        own, least = numbers[kind], list(map(min, zip(*numbers, strict=False)))
+        times = {divmod(number, first) for number, first in zip(own, least, strict=False)}
+        if len(set(map(len, numbers))) > 1 or len(times) > 1 or next(iter(times))[1]:
             raise UnsupportedModel(
                 f"layers have kv heads and sizes {[k.shape for k in self.kinds]}; allowed: keys "
                 "and values of each kind of layer that are the same multiple of the smallest"
             )
-        return times[0][0]
+        return next(iter(times))[0]
 
     @property
     def most_splits(self) -> int:

@@ -170,6 +170,8 @@ class RopeRules:
             by alpha ** (d / (d - 2)) for d rotated dimensions.
         original_outside: whether `original_max_position_embeddings` is a top-level field.
         query_growth: whether the family has `llama_4_scaling_beta`.
+        of_key: whether `partial_rotary_factor` within the embedding is the rotated part of a whole
+            key of latent attention, whose sizes say it too.
         sections: whether the family has `mrope_section`, which divides the pairs of a head among
             the time, height and width of an image's tokens. A text token has the same position on
             all three, so that the division does not change its rotation.
@@ -186,6 +188,7 @@ class RopeRules:
     stretched: bool = False
     original_outside: bool = False
     query_growth: bool = False
+    of_key: bool = False
     sections: bool = False
 
 
@@ -285,6 +288,9 @@ class _Outer:
             partial = inner.number("partial_rotary_factor", 0.0, 1.0, default=partial)
             if is_given and partial != outer:
                 fields.refuse("partial_rotary_factor", f"the same as in {key} ({partial:g})")
+        elif self.rules.of_key:
+            inner.take("partial_rotary_factor")
+            inner.take("max_position_embeddings")
         elif kind != "proportional":
             inner.neutral(WHOLE_HEADS)
         if self.rules.original_outside and original is None and kind != "default":

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models.config.experts import (
     MAX_SCALE,
@@ -25,7 +23,7 @@ from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rules import ROUTING, ConfigRules
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope_scaling
-from jaxserve.models.gguf.rules import EXPERTS, ROUTER, TENSORS, GgufRules, Join, Shape
+from jaxserve.models.gguf.rules import EXPERTS, ROUTER, TENSORS, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     GATE,
@@ -46,18 +44,35 @@ def _v2_experts(fields: Fields, layers: int) -> Experts:
     if method == "greedy":
         fields.take("n_group")
         fields.take("topk_group")
-    return _experts(fields, layers, method != "greedy", normalize=False)
+    return read_experts(fields, layers, method != "greedy", normalize=False)
 
 
 def _v3_experts(fields: Fields, layers: int) -> Experts:
     normalize = fields.flag("norm_topk_prob", default=True)
-    return _experts(fields, layers, True, normalize=normalize)
+    return read_experts(fields, layers, True, normalize=normalize)
 
 
-def _experts(fields: Fields, layers: int, grouped: bool, normalize: bool) -> Experts:
+def read_experts(
+    fields: Fields,
+    layers: int,
+    grouped: bool,
+    normalize: bool,
+    sparse: tuple[bool, ...] | None = None,
+) -> Experts:
+    """Read the mixture of experts of the fields of a config.json.
+
+    Args:
+        fields: the fields.
+        layers: number of layers.
+        grouped: whether experts are chosen from the best groups.
+        normalize: whether the weights of the chosen experts are divided by their sum.
+        sparse: for each layer whether it has experts, or None to read the number of dense layers.
+    """
     count, chosen = expert_counts(fields, ("n_routed_experts",))
     width = expert_width(fields, "moe_intermediate_size")
-    first = fields.integer("first_k_dense_replace", 0, 1 << 20)
+    if sparse is None:
+        first = fields.integer("first_k_dense_replace", 0, 1 << 20)
+        sparse = tuple(index >= first for index in range(layers))
     groups = kept_groups = 1
     if grouped:
         groups, kept_groups = expert_groups(fields, count, chosen)
@@ -65,7 +80,7 @@ def _experts(fields: Fields, layers: int, grouped: bool, normalize: bool) -> Exp
         count,
         width,
         chosen,
-        tuple(index >= first for index in range(layers)),
+        sparse,
         normalize=normalize,
         scaling=fields.number("routed_scaling_factor", 0.0, MAX_SCALE),
         groups=groups,
@@ -75,14 +90,22 @@ def _experts(fields: Fields, layers: int, grouped: bool, normalize: bool) -> Exp
 
 
 def _v2_latent(fields: Fields) -> Latent:
-    return _latent(fields, True)
+    return read_latent(fields, True)
 
 
-def _v3_latent(fields: Fields) -> Latent:
-    return _latent(fields, fields.flag("rope_interleave", default=True))
+def v3_latent(fields: Fields) -> Latent:
+    """Read the sizes of DeepSeek-V3's latent attention from the fields of a config.json."""
+    return read_latent(fields, fields.flag("rope_interleave", default=True))
 
 
-def _latent(fields: Fields, interleaved: bool) -> Latent:
+def read_latent(fields: Fields, interleaved: bool, whole_head: bool = False) -> Latent:
+    """Read the sizes of latent attention from the fields of a config.json.
+
+    Args:
+        fields: the fields.
+        interleaved: whether the checkpoint pairs neighbouring dimensions for the rotation.
+        whole_head: whether `head_dim` is the size of a key, and not of its rotated part.
+    """
     if not fields.mentions("q_lora_rank"):
         fields.refuse("q_lora_rank", "a rank, or null for queries without one")
     rank = fields.take("q_lora_rank")
@@ -94,26 +117,35 @@ def _latent(fields: Fields, interleaved: bool) -> Latent:
         value=fields.integer("v_head_dim", 1, MAX_SIZE),
         interleaved=interleaved,
     )
-    # Both fields are derived. Transformers stores the size of the rotated part as head_dim.
-    for name, size in (("head_dim", latent.rotary), ("qk_head_dim", latent.key)):
+    # Both fields are derived. Most classes of Transformers store the rotated part as head_dim.
+    head = latent.key if whole_head else latent.rotary
+    for name, size in (("head_dim", head), ("qk_head_dim", latent.key)):
         if fields.has(name) and fields.take(name) != size:
             fields.refuse(name, f"{size}, or nothing")
         fields.take(name)
     return latent
 
 
-def _v2_weights(config: ModelConfig) -> list[WeightName]:
+def latent_weights(
+    config: ModelConfig, experts: Sequence[WeightName] | None = None
+) -> list[WeightName]:
+    """Return the tensors of a model with latent attention and shared experts.
+
+    `experts` are the router and the experts of a layer, by default with a tensor for each matrix.
+    """
+    routed = expert_weights(config) if experts is None else experts
     return [
         *embedding_weights(config),
         *every_layer([*PRE_NORMS, *_attention(config)], config),
         *every_layer(mlp_projections(config), config, sparse=False),
-        *every_layer([*expert_weights(config), *SHARED], config, sparse=True),
+        *every_layer([*routed, *SHARED], config, sparse=True),
         FINAL_NORM,
     ]
 
 
-def _v3_weights(config: ModelConfig) -> list[WeightName]:
-    return [*_v2_weights(config), *every_layer([CORRECTION], config, sparse=True)]
+def v3_weights(config: ModelConfig) -> list[WeightName]:
+    """Return the tensors of DeepSeek-V3, whose router has a correction for each expert."""
+    return [*latent_weights(config), *every_layer([CORRECTION], config, sparse=True)]
 
 
 CORRECTION = WeightName("mlp.gate.e_score_correction_bias", "E -> E", "mlp.correction")
@@ -128,7 +160,7 @@ def _attention(config: ModelConfig) -> list[WeightName]:
     layer = [
         WeightName("self_attn.kv_a_proj_with_mqa.weight", "J D -> D J", "attention.down"),
         WeightName("self_attn.kv_a_layernorm.weight", "C -> C", "attention.norm.scale"),
-        WeightName("self_attn.kv_b_proj.weight", "(K B) C -> C K B", "attention.up"),
+        *_projections_of_heads(config),
         WeightName("self_attn.o_proj.weight", "D (K U) -> K U D", "attention.out"),
     ]
     if config.attention_bias:
@@ -148,6 +180,26 @@ def _attention(config: ModelConfig) -> list[WeightName]:
         bias = WeightName("self_attn.q_a_proj.bias", "L -> L", "attention.query_down_bias")
         layer.append(bias)
     return [*layer, norm, down, up]
+
+
+def _projections_of_heads(config: ModelConfig) -> list[WeightName]:
+    # In the file the rows of each head are those of its keys, then those of its values.
+    latent, heads = config.latent, config.num_attention_heads
+    assert latent is not None
+    keys, values, parts = "attention.key_up", "attention.value_up", list[WeightName]()
+    name, each = "self_attn.kv_b_proj.weight", latent.plain + latent.value
+    for head in range(heads):
+        if latent.divided:
+            apart = f"self_attn.k_b_proj.{head}.weight"
+            parts.append(WeightName(apart, "C B -> B C", keys, (head,)))
+            apart = f"self_attn.v_b_proj.{head}.weight"
+            parts.append(WeightName(apart, "U C -> C U", values, (head,)))
+            continue
+        rows = head * each, heads * each
+        parts.append(WeightName(name, "B C -> B C", keys, (head,), 2 * head, rows=rows))
+        rows = head * each + latent.plain, heads * each
+        parts.append(WeightName(name, "U C -> C U", values, (head,), 2 * head + 1, rows=rows))
+    return parts
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
@@ -199,22 +251,8 @@ def _finish_router(gguf: GgufMetadata, raw: Raw) -> None:
         raw["topk_method"] = "group_limited_greedy" if grouped else "greedy"
 
 
-def _latent_shape(shapes: Sequence[Shape]) -> Shape:
-    (heads, rank, plain), (others, value, width) = shapes
-    if others != heads or width != rank:
-        raise ValueError
-    return heads * (plain + value), rank
-
-
-def _join_latent(parts: Sequence[np.ndarray]) -> np.ndarray:
-    # Join the keys [N, C, A] and the values [N, U, C] of each head to [N (A + U), C].
-    keys, values = parts
-    rows = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
-    return rows.reshape(-1, rows.shape[-1])
-
-
-_NEUTRAL: Mapping[str, Any] = MappingProxyType({"mlp_bias": False, "moe_layer_freq": 1})
-_IGNORED = ROUTING | {"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
+NEUTRAL: Mapping[str, Any] = MappingProxyType({"mlp_bias": False, "moe_layer_freq": 1})
+IGNORED = ROUTING | {"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
 GGUF = GgufRules(
     "DeepseekV2ForCausalLM",
     _finish_gguf,
@@ -256,13 +294,11 @@ GGUF = GgufRules(
         "rope.scaling.yarn_log_multiplier",
     }),
     experts=EXPERTS,
-    joins=(
-        Join(
-            "self_attn.kv_b_proj.weight",
-            ("attn_k_b.weight", "attn_v_b.weight"),
-            _latent_shape,
-            _join_latent,
-        ),
+    heads=MappingProxyType(
+        {
+            "attn_k_b": "model.layers.{}.self_attn.k_b_proj.{}.weight",
+            "attn_v_b": "model.layers.{}.self_attn.v_b_proj.{}.weight",
+        }
     ),
     latent=True,
 )  # fmt: skip
@@ -272,27 +308,27 @@ DEEPSEEK = Family(
             ConfigRules(
                 "deepseek_v2",
                 neutral=MappingProxyType(
-                    {**_NEUTRAL, "norm_topk_prob": False, "scoring_func": "softmax"}
+                    {**NEUTRAL, "norm_topk_prob": False, "scoring_func": "softmax"}
                 ),
-                ignored=_IGNORED,
+                ignored=IGNORED,
                 experts=_v2_experts,
                 latent=_v2_latent,
             ),
-            _v2_weights,
+            latent_weights,
         ),
         "DeepseekV3ForCausalLM": Architecture(
             ConfigRules(
                 "deepseek_v3",
                 aliases=frozenset({"kimi_k2"}),
                 neutral=MappingProxyType(
-                    {**_NEUTRAL, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+                    {**NEUTRAL, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
                 ),
-                ignored=_IGNORED | {"num_nextn_predict_layers"},
+                ignored=IGNORED | {"num_nextn_predict_layers"},
                 extra_layers="num_nextn_predict_layers",
                 experts=_v3_experts,
-                latent=_v3_latent,
+                latent=v3_latent,
             ),
-            _v3_weights,
+            v3_weights,
             FamilyTraits(router="sigmoid"),
         ),
     },

@@ -182,6 +182,7 @@ class GgufRules:
         read: additional metadata keys that `finish` reads.
         parallel: attention and MLP run in parallel.
         experts: names of an expert's matrices, by the file's names of the stacked matrices.
+        heads: names of a head's matrices, by the file's names of the stacked matrices of all heads.
         joins: tensors that the file stores in parts.
         paired: rows of query and key projections are permuted, so that rotated pairs are adjacent.
         fused: queries, keys and values may be one tensor.
@@ -206,6 +207,7 @@ class GgufRules:
     read: frozenset[str] = frozenset()
     parallel: bool = False
     experts: Names = field(default_factory=lambda: NO_NAMES)
+    heads: Names = field(default_factory=lambda: NO_NAMES)
     joins: tuple[Join, ...] = ()
     paired: bool = False
     fused: bool = False

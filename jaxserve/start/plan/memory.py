@@ -117,10 +117,16 @@ def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: Devic
         limits: kind and capability of the device.
     """
     item, devices = jnp.dtype(dtype).itemsize, config.split.devices
+    heads = config.num_attention_heads // devices  # of queries on each device
     widest, context = 3 * config.intermediate_size // devices, config.split.context
     for sized in config.sized:
         group, size = group_of(sized), sized.head_dim
-        widest = max(widest, 2 * local_kv_heads(sized) * (group + 2) * size)
+        numbers = local_kv_heads(sized) * (group + 2) * size
+        if (latent := config.latent) is not None:
+            # For each head: a query and its absorbed form, a mixture of latents and a value.
+            numbers = heads * (latent.key + size + latent.rank + latent.value) // 2
+            group = heads
+        widest = max(widest, 2 * numbers)
         if context > 1:  # queries, sums, and the other devices' parts of both, for all heads
             widest = max(widest, 4 * context * group * (size + 2))
     if (experts := config.experts) is not None:
@@ -198,7 +204,8 @@ def count_pages(
     # Cells of the cache are numbered with 32 bits.
     assert config.block_size is not None
     most, platform = 2**31 // config.block_size - 1, "gpu" if is_gpu else "cpu"
-    layer_page = page // 2 // max(1, model.page_layout.depth)
+    arrays = len(model.page_layout.kinds[0].sizes) if model.page_layout.kinds else 1
+    layer_page = page // arrays // max(1, model.page_layout.depth)
 
     def limited(pages: int) -> int:
         return addressable_pages(min(pages, most), layer_page, dtype, platform)

@@ -122,7 +122,8 @@ def _fitting_cache(config: EngineConfig, plan: StartPlan) -> str | None:
     if tokens < min(LEAST_TOKENS, plan.max_model_len):
         return None
     if config.num_gpu_blocks_override is not None:
-        return f"at most {pages} pages of KV cache fit (--num-gpu-blocks-override {pages})"
+        blocks = (pages - 1) // plan.model_config.page_layout.parts + 1
+        return f"at most {blocks} pages of KV cache fit (--num-gpu-blocks-override {blocks})"
     if config.kv_cache_memory_bytes is not None:
         size = int(pages * plan.page_bytes / config.memory_share)
         return (

@@ -151,7 +151,8 @@ class StepTimes:
             # In each layer with attention, queries go to other devices of the kv head, and results
             # back. Each of both moves half of the bytes of a sum over equally large arrays.
             for sized in self._attentions:
-                size = tokens * context * group_of(sized) * (sized.head_dim + 2) * _SUMMED
+                heads = group_of(sized) * (1 if config.latent is None else local_kv_heads(sized))
+                size = tokens * context * heads * (_value_size(sized) + 2) * _SUMMED
                 sums += 2 * sum_seconds(context, size / 2, self.card)
         return StepTime(tokens, read / self.bandwidth, work / _FLOPS[self.card], sums)
 
@@ -167,8 +168,10 @@ class StepTimes:
     @property
     def _attention(self) -> float:
         # Operations per token and attended position, in all layers with attention of a device.
-        sizes = [local_kv_heads(one) * group_of(one) * one.head_dim for one in self._attentions]
-        return 4.0 * sum(sizes)
+        return 2.0 * sum(
+            local_kv_heads(one) * group_of(one) * (one.head_dim + _value_size(one))
+            for one in self._attentions
+        )
 
     @property
     def _attentions(self) -> list[ModelConfig]:
@@ -176,3 +179,8 @@ class StepTimes:
         config = self.weights.config
         layers = filter(config.has_pages, range(config.num_hidden_layers))
         return list(map(config.for_layer, layers))
+
+
+def _value_size(config: ModelConfig) -> int:
+    # A value is as long as a key, except with latents.
+    return config.head_dim if config.latent is None else config.latent.rank

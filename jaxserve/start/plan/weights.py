@@ -99,7 +99,7 @@ class Weights:
             if path.startswith("embedding.") or len(axes) < 2:
                 continue
             size = _own_size(config, parameter)
-            if experts is not None and axes in EXPERTS:
+            if experts is not None and axes in EXPERTS and axes[0] == "experts":
                 size = size * experts.chosen // count
             each += size
         return each, _own_size(config, parameters[f"embedding.{name}"])
@@ -122,7 +122,8 @@ def read_bytes(shapes: ModelShapes, config: ModelConfig, tokens: int) -> int:
     is_tied = "embedding.project" not in parameters
     for path, parameter in parameters.items():
         size = sum(map(local_bytes, jax.tree.leaves(parameter)))
-        if experts is not None and parameter.get_metadata()["axes"] in EXPERTS:
+        axes = parameter.get_metadata()["axes"]
+        if experts is not None and axes in EXPERTS and axes[0] == "experts":
             missed = (1 - experts.chosen / count) ** (tokens - 1)
             chosen = count - (count - experts.chosen) * missed
             size = int(size * chosen / count)

@@ -222,8 +222,8 @@ def _renamed(
 ) -> Iterator[GgufTensor]:
     """Yield a GGUF tensor's entry under its Hugging Face name.
 
-    A tensor of all experts yields one matrix for each, and fused queries, keys and values yield
-    three tensors.
+    A tensor of all experts or heads yields one matrix for each, and fused queries, keys and values
+    yield three tensors.
     """
     expert = re.fullmatch(r"blk\.(\d{1,5})\.(\w+?)(?:_exps|\.(\d{1,5}))\.weight", entry.name)
     if expert is not None and expert[2] in rules.experts:
@@ -231,8 +231,15 @@ def _renamed(
         if number is not None:
             yield replace(entry, name=name.format(layer, int(number)))
         else:
-            for index, matrix in enumerate(_experts(entry, file, config)):
+            count = config.experts.count if config.experts is not None else 0
+            for index, matrix in enumerate(_matrices(entry, file, count, "experts")):
                 yield replace(matrix, name=name.format(layer, index))
+        return
+    head = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)\.weight", entry.name)
+    if head is not None and head[2] in rules.heads:
+        matrices = _matrices(entry, file, config.num_attention_heads, "heads")
+        for index, matrix in enumerate(matrices):
+            yield replace(matrix, name=rules.heads[head[2]].format(head[1], index))
         return
     if rules.fused and (fused := re.fullmatch(FUSED, entry.name)) is not None:
         yield from _query_key_value(entry, fused, file, config)
@@ -311,13 +318,15 @@ def _query_key_value(
         offset += count * size
 
 
-def _experts(entry: GgufTensor, file: GgufFile, config: ModelConfig) -> Iterator[GgufTensor]:
-    """Yield the entry of each expert's matrix of a GGUF tensor [experts, outputs, inputs]."""
-    count = config.experts.count if config.experts is not None else 0
+def _matrices(entry: GgufTensor, file: GgufFile, count: int, kind: str) -> Iterator[GgufTensor]:
+    """Yield the entry of each matrix of a GGUF tensor [count, outputs, inputs].
+
+    `kind` names the matrices in errors, such as "experts".
+    """
     if len(entry.shape) != 3 or entry.shape[0] != count:
         raise CheckpointError(
             f"{file.path}: tensor {entry.name!r} has the shape {list(entry.shape)}; expected a "
-            f"matrix for each of {count} experts"
+            f"matrix for each of {count} {kind}"
         )
     size = entry.num_bytes // count
     for index in range(count):
