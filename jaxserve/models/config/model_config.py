@@ -100,10 +100,10 @@ class ModelConfig:
     latent attention, `value_dim` that of a value if it is smaller. `keys_as_values` states that
     values are the projected keys, and `reads_other` that a layer reads the cache pages of another.
     Where layers differ in these, `for_layer` gives those of a layer. `layer_inputs` is the size of
-    an input that each layer has, or 0. `experts`, `latent` and `recurrent` (sizes of layers with states) are None for models
-    without them. `extra_layers` counts layers of the checkpoint that are not read. `wrapper` names
-    the multimodal architecture that contains this text model. `split` is the division over devices.
-    The class is hashable, so that modules can hold it.
+    an input that each layer has, or 0. `experts`, `latent` and `recurrent` (sizes of layers with
+    states) are None for models without them. `extra_layers` counts layers of the checkpoint that
+    are not read. `wrapper` names the multimodal architecture that contains this text model. `split`
+    is the division over devices. The class is hashable, so that modules can hold it.
     """
 
     architecture: str
@@ -191,7 +191,7 @@ class ModelConfig:
             split=ONE_DEVICE,
             out_norm_eps=_out_norm_eps(fields, rules),
             value_dim=_value_dim(fields, rules, sizes["head_dim"]),
-            layer_inputs=_layer_inputs(fields, rules),
+            layer_inputs=rules.layer_inputs(fields),
             **sizes,
         )
         _finish(fields, rules)
@@ -385,12 +385,6 @@ def _out_norm_eps(fields: Fields, rules: ConfigRules) -> float | None:
 
 def _value_dim(fields: Fields, rules: ConfigRules, head_dim: int) -> int | None:
     return fields.integer(rules.value_dim, 2, head_dim) if rules.value_dim else None
-
-
-def _layer_inputs(fields: Fields, rules: ConfigRules) -> int:
-    if rules.layer_inputs is None or fields.take(rules.layer_inputs) == 0:
-        return 0
-    return fields.integer(rules.layer_inputs, 1, MAX_HIDDEN, default=0)
 
 
 def _extra_layers(fields: Fields, rules: ConfigRules) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from jaxserve.models.config.experts import Experts, expert_counts, expert_width
 from jaxserve.models.config.fields import Fields
 from jaxserve.models.config.layers import FULL, SLIDING, LayerTable, every
-from jaxserve.models.config.model_config import MAX_HEAD_DIM, MAX_HEADS, ModelConfig
+from jaxserve.models.config.model_config import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, ModelConfig
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, MAX_MLP, ConfigRules, Scales
 from jaxserve.models.families.gemma import NORMS
@@ -128,6 +128,15 @@ def _shares_pages(sources: list[tuple[int, int]]) -> bool:
     return any(layer != source for layer, source in sources)
 
 
+def _inputs(fields: Fields) -> int:
+    """Read the size of each layer's input, whose embeddings are those of the vocabulary."""
+    size = fields.take("hidden_size_per_layer_input")
+    if size in (0, None):
+        return 0
+    fields.neutral({"vocab_size_per_layer_input": fields.take("vocab_size")})
+    return fields.integer("hidden_size_per_layer_input", 1, MAX_HIDDEN)
+
+
 def _experts(fields: Fields, layers: int) -> Experts | None:
     if not fields.flag("enable_moe_block", default=False):
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
@@ -204,7 +213,7 @@ _RULES = ConfigRules(
         }
     ),
     ignored=frozenset({"vocab_size_per_layer_input"}),
-    layer_inputs="hidden_size_per_layer_input",
+    layer_inputs=_inputs,
     defaults=MappingProxyType({"rope_parameters": ROPES}),
     explicit=HEADS,
     layers=_layers,
