@@ -158,6 +158,8 @@ def fields_of_case(case: str) -> dict[str, Any]:
     sizes = WHOLE_VECTORS | (LATENT if "kv_lora_rank" in fields else {})
     if "num_heads" in fields:  # Mamba 2
         own["num_heads"] = fields["expand"] * sizes["hidden_size"] // sizes["head_dim"]
+    if fields.get("hidden_size_per_layer_input"):
+        own["vocab_size_per_layer_input"] = VOCAB
     if sizes_of_layers := fields.pop("per_layer_config", None):  # Gemma 4
         heads = next(iter(sizes_of_layers.values())).get("num_key_value_heads")
         own |= {"global_head_dim": 2 * sizes["head_dim"], "num_global_key_value_heads": heads}

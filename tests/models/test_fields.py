@@ -619,6 +619,9 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"use_double_wide_mlp": True},
         {"hidden_size_per_layer_input": 16},
         {"vocab_size_per_layer_input": 95},
+        {"tie_word_embeddings": False},
+        {"per_layer_config.4.head_dim": 12},
+        {"per_layer_config.4.num_key_value_heads": 2},
     ],
     "gemma4_unified_windows": [
         *GEMMA4,

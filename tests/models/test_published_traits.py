@@ -214,7 +214,11 @@ GEMMA_ROPES = {
     FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
     SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
 }
-GEMMA_4 = COMMON | {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
+GEMMA_4 = COMMON | {
+    "hidden_act": None,
+    "model_type": "gemma4_text",
+    "architectures": ["Gemma4ForCausalLM"],
+}
 GEMMA_4 |= {"attention_bias": False, "attention_k_eq_v": True, "final_logit_softcapping": 30.0}
 GEMMA_4 |= {"head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh"}
 GEMMA_4 |= {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262144}
