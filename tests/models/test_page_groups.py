@@ -10,13 +10,13 @@ from jaxserve.models.config.page_kinds import PageKind, PageLayout
 from jaxserve.models.paged import GroupCells, PagedStep, PageGroups
 
 PAGES, BLOCK = 5, 8
-# Layers 1 and 4 see all positions, with one head of 16. Layers 0, 2 and 3 have a window, with two
-# heads of 16 in pages of half as many tokens. Layers 5 and 6 read the pages of layers 3 and 4.
+# Layers 1 and 4 see all positions, with one head of 16. Layers 0, 2, 3 and 5 have a window, with two
+# heads of 16 in pages of half as many tokens. Layers 6 and 7 read the pages of layers 5 and 4.
 KINDS = (
-    PageKind("window 4", (0, 2, 3), 2, 16, 16, 4),
+    PageKind("window 4", (0, 2, 3, 5), 2, 16, 16, 4),
     PageKind("attention", (1, 4), 1, 16, 16, None),
 )
-LAYOUT = PageLayout.of(KINDS, 7, (0, 1, 2, 3, 4, 3, 4))
+LAYOUT = PageLayout.of(KINDS, 8, (0, 1, 2, 3, 4, 5, 5, 4))
 
 
 def empty_step() -> PagedStep:
@@ -40,9 +40,9 @@ def groups() -> PageGroups:
     return PageGroups(LAYOUT, pages, cells)
 
 
-@pytest.mark.parametrize("layer", range(7))
+@pytest.mark.parametrize("layer", range(8))
 def test_a_layer_has_the_cells_of_its_group_and_the_shape_of_its_kind(layer: int) -> None:
-    source = {5: 3, 6: 4}.get(layer, layer)
+    source = {6: 5, 7: 4}.get(layer, layer)
     place = LAYOUT.places[layer]
     assert place is not None and place == LAYOUT.places[source]
     is_full = source in (1, 4)
@@ -56,13 +56,14 @@ def test_a_layer_has_the_cells_of_its_group_and_the_shape_of_its_kind(layer: int
 
 
 def test_groups_of_layers_differ() -> None:
-    places = [LAYOUT.places[layer] for layer in range(5)]
-    assert len({(place.group, place.array) for place in places if place is not None}) == 5
+    assert LAYOUT.depth == 2
+    places = [LAYOUT.places[layer] for layer in range(6)]
+    assert len({(place.group, place.array) for place in places if place is not None}) == 6
 
 
 def test_a_layer_sees_what_the_layer_of_its_pages_wrote() -> None:
     kept = groups()
-    pages, _ = kept.of_layer(3, empty_step())
-    kept.put(3, tuple(page + 0.5 for page in pages))
-    seen, _ = kept.of_layer(5, empty_step())
+    pages, _ = kept.of_layer(5, empty_step())
+    kept.put(5, tuple(page + 0.5 for page in pages))
+    seen, _ = kept.of_layer(6, empty_step())
     np.testing.assert_array_equal(seen[0], pages[0] + 0.5)
