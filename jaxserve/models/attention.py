@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -125,14 +126,10 @@ class Attention(nnx.Module):
         self.kv_scales: nnx.Param[Any] | None = nnx.data(None)
         has_sinks = window is not None if traits.sinks == "windows" else traits.sinks
         self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if has_sinks else None
-        query_norm, key_norm = self._norms(config, dtype, traits)
-        self.query_norm = query_norm
+        self.query_norm, key_norm = self._norms(config, dtype, traits)
         self.key_norm = None if self.reads_other else key_norm
-        self.value_norm = (
-            Norm(shape[2:], axes[2:], config.rms_norm_eps, dtype, traits, has_scale=False)
-            if traits.norm_values
-            else None
-        )
+        norm = partial(Norm, shape[2:], axes[2:], config.rms_norm_eps, dtype, traits)
+        self.value_norm = norm(has_scale=False) if traits.norm_values else None
 
     def _norms(
         self, config: ModelConfig, dtype: DTypeLike, traits: FamilyTraits

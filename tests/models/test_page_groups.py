@@ -10,8 +10,8 @@ from jaxserve.models.config.page_kinds import PageKind, PageLayout
 from jaxserve.models.paged import GroupCells, PagedStep, PageGroups
 
 PAGES, BLOCK = 5, 8
-# Layers 1 and 4 see all positions, with one head of 16. Layers 0, 2, 3 and 5 have a window, with two
-# heads of 16 in pages of half as many tokens. Layers 6 and 7 read the pages of layers 5 and 4.
+# Layers 1 and 4 see all positions, with one head of 16. Layers 0, 2, 3 and 5 have a window, with
+# two heads of 16 in pages of half as many tokens. Layers 6 and 7 read the pages of layers 5 and 4.
 KINDS = (
     PageKind("window 4", (0, 2, 3, 5), 2, 16, 16, 4),
     PageKind("attention", (1, 4), 1, 16, 16, None),
