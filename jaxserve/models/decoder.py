@@ -279,20 +279,12 @@ class Decoder(nnx.Module):
             if (norm := self.embedding_norm) is not None:
                 x = Residual(x).normed(norm, norm.options, step.others)[1]
             inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x, step)
-            ropes = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
-            sizes = [config.for_layer(layer).rotary_dim for layer in range(len(ropes))]
-            angles = {
-                (rope, size): rope_cos_sin(step.positions, rope, size, x.dtype)
-                for rope, size in dict.fromkeys(zip(ropes, sizes, strict=True))
-                if rope is not None
-            }
+            angles = self._angles(step, x.dtype)
         after: list[Kept] = []
         counts: list[UInt32[Array, "*places"]] = []
         residual = Residual(x)
         for index, (layer, arrays) in enumerate(zip(self.layers, kept, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                rope = ropes[index]
-                cos_sin = None if rope is None else angles[rope, sizes[index]]
                 layer_step = (
                     step if places is None else replace(step, places=jnp.asarray(places[index]))
                 )
@@ -302,7 +294,7 @@ class Decoder(nnx.Module):
                     pages, layer_step = groups.of_layer(index, layer_step)
                     arrays = arrays._replace(pages=pages)
                 residual, arrays, rows = run_layer(
-                    *nnx.split(layer), residual, cos_sin, layer_step, arrays
+                    *nnx.split(layer), residual, angles[index], layer_step, arrays
                 )
                 if groups is not None:
                     groups.put(index, arrays.pages)
@@ -312,6 +304,16 @@ class Decoder(nnx.Module):
         if places is not None:
             return after, jnp.stack(counts), hidden
         return after, reduce(jnp.add, counts) if counts else None, hidden
+
+    def _angles(self, step: PagedStep, dtype: DTypeLike) -> list[CosSin | None]:
+        """Return the cosines and sines of each layer's rotation, computed once if equal."""
+        config, layers = self.config, range(self.config.num_hidden_layers)
+        ropes = [(config.rope_of(layer), config.for_layer(layer).rotary_dim) for layer in layers]
+        angles = {
+            (rope, size): None if rope is None else rope_cos_sin(step.positions, rope, size, dtype)
+            for rope, size in dict.fromkeys(ropes)
+        }
+        return [angles[rope] for rope in ropes]
 
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None
