@@ -81,7 +81,7 @@ DEVICE_SNAPSHOTS = 40
 ORACLES = (
     *("qwen3_window", "deepseek_v3", "lfm2", "lfm3", "qwen3_5", "qwen3_next", "nemotron_h"),
     *("granitemoehybrid", "falcon_h1", "bamba", "olmo_hybrid", "mamba2"),
-    *TRAIT_FAMILIES,
+    *("gemma4", *TRAIT_FAMILIES),
 )
 MOST_STEPS = 6
 MAX_STEPS = 4000
@@ -158,6 +158,11 @@ def fields_of_case(case: str) -> dict[str, Any]:
     sizes = WHOLE_VECTORS | (LATENT if "kv_lora_rank" in fields else {})
     if "num_heads" in fields:  # Mamba 2
         own["num_heads"] = fields["expand"] * sizes["hidden_size"] // sizes["head_dim"]
+    if fields.get("hidden_size_per_layer_input"):
+        own["vocab_size_per_layer_input"] = VOCAB
+    if sizes_of_layers := fields.pop("per_layer_config", None):  # Gemma 4
+        heads = next(iter(sizes_of_layers.values())).get("num_key_value_heads")
+        own |= {"global_head_dim": 2 * sizes["head_dim"], "num_global_key_value_heads": heads}
     fields = with_sizes(fields | own, sizes)
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     return with_factors(fields, head_dim // 2)

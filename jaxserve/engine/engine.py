@@ -88,7 +88,7 @@ class Engine:
         )
         self.slots = loaded.slot_table()
         kinds = self.slots.kinds
-        self.pool = PagePool(self.runner.num_pages, self.config.block_size, kinds)
+        self.pool = PagePool(self.runner.num_pages, self.slots.page_size, kinds)
         self.scheduler = scheduler(self.config, self.pool, self.slots)
         self._in_flight: InFlight | None = None
         self._pace = LaunchLength(self.runner.most_steps, self.config.num_scheduler_steps)

@@ -232,7 +232,7 @@ def memory_kinds(
 def kept_by_layers(config: ModelConfig, state: DeviceState) -> list[Kept]:
     """Return the arrays of each layer: its states, and its pages if no other layer shares them."""
     pages, states = iter(state.kv), iter(state.others.get(STATES, ()))
-    has_pages = _shares_pages if len(config.page_layout.kinds) > 1 else config.has_pages
+    has_pages = _shares_pages if config.page_layout.is_shared else config.has_pages
     return [
         Kept(
             next(pages) if has_pages(layer) else (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,6 +26,7 @@ from jaxserve.models.linear import (
     weight,
 )
 from jaxserve.models.paged import KVPages, LogicalAxes, PagedStep
+from jaxserve.models.rope import rotate
 from jaxserve.models.shards import group_of, kv_copies
 from pallas_kernels import (
     AttentionOptions,
@@ -78,6 +80,7 @@ class Attention(nnx.Module):
         # The number of query heads of a kv head on one device, where heads are divided over
         # several. Parameters are created whole.
         self.group, self.axis, self.split = group_of(config), config.split.axis, config.split
+        self.kv_heads, self.head_dim = kv_heads, head_dim
         self.context = config.split.context
         self.window, self.scale = window, config.scales.attention
         self.soft_cap, self.interleaved = config.scales.attention_cap, traits.interleaved
@@ -86,7 +89,10 @@ class Attention(nnx.Module):
         # Values of another size than keys are projected by themselves.
         self.value_dim = value_dim = config.value_dim
         self.value_factor = config.scales.value
-        fused = group + 2 if value_dim is None else group + 1
+        self.keys_as_values = config.keys_as_values
+        fused = group + 2 if value_dim is None and not self.keys_as_values else group + 1
+        self.reads_other = config.reads_other
+        fused = group if self.reads_other else fused
         shape: tuple[int, ...] = (embed, kv_heads, fused, head_dim)
         has_pairs = traits.gated == "numbers"
         self.qkv = None if has_pairs else weight(rngs, shape, heads, dtype)
@@ -120,7 +126,10 @@ class Attention(nnx.Module):
         self.kv_scales: nnx.Param[Any] | None = nnx.data(None)
         has_sinks = window is not None if traits.sinks == "windows" else traits.sinks
         self.sinks = constant(0.0, shape[:2], axes[:2], dtype) if has_sinks else None
-        self.query_norm, self.key_norm = self._norms(config, dtype, traits)
+        self.query_norm, key_norm = self._norms(config, dtype, traits)
+        self.key_norm = None if self.reads_other else key_norm
+        norm = partial(Norm, shape[2:], axes[2:], config.rms_norm_eps, dtype, traits)
+        self.value_norm = norm(has_scale=False) if traits.norm_values else None
 
     def _norms(
         self, config: ModelConfig, dtype: DTypeLike, traits: FamilyTraits
@@ -220,6 +229,7 @@ class Attention(nnx.Module):
         """
         can = self.query_norm is None or not self.query_norm.is_centered
         can &= self.growth is None and not self.norm_after_rotation and self.value is None
+        can &= self.value_norm is None and not self.keys_as_values and not self.reads_other
         if can:
             kernel = rope_kv_write_kernel(x.dtype, kv[0], len(x), self.group, step.others)
             if kernel != "xla":
@@ -228,8 +238,14 @@ class Attention(nnx.Module):
         if self.qkv is not None:
             qkv = matmul(x, self.qkv[...], bias=value_of(self.qkv_bias))  # [T, K, G + 2, H]
         assert qkv is not None
+        if self.reads_other:
+            return self._rotated_queries(qkv, cos_sin), kv, None
         query, key = qkv[:, :, :group], qkv[:, :, group]
-        val = qkv[:, :, group + 1] if self.value is None else self._values(x, key.shape[-1])
+        if self.value is not None:
+            val = self._values(x, key.shape[-1])
+        else:
+            val = key if self.keys_as_values else qkv[:, :, group + 1]
+        val = val if self.value_norm is None else self.value_norm(val)
         if not self.norm_after_rotation:
             query, key = self._normed(query, key)
         query = query.reshape(x.shape[0], -1, query.shape[-1])  # [T, N, H]
@@ -244,6 +260,14 @@ class Attention(nnx.Module):
             (key, val), kv, own_cells(step, self.axis, self.context), step.others, self._scales(kv)
         )
         return query, kv, None
+
+    def _rotated_queries(
+        self, query: Float[Array, "T K G H"], cos_sin: CosSin | None
+    ) -> Float[Array, "T N H"]:
+        """Return the normalized and rotated queries of a layer that reads the pages of another."""
+        query = query if self.query_norm is None else self.query_norm(query)
+        query = query.reshape(len(query), -1, query.shape[-1])
+        return query if cos_sin is None else rotate(query, cos_sin, self.interleaved)
 
     def _values(self, x: Float[Array, "T D"], size: int) -> Float[Array, "T K H"]:
         """Return values that are shorter than keys, with zeros up to `size`, as in the cache."""
@@ -474,26 +498,3 @@ def growth_at(
     """Return the factor of each token's queries, 1 + query_beta * log(1 + position // original)."""
     times = (positions // scaling.original_max_position_embeddings).astype(accumulator(dtype))
     return (1.0 + scaling.query_beta * jnp.log1p(times))[:, None, None].astype(dtype)
-
-
-def rotate(
-    x: Float[Array, "T N H"], cos_sin: CosSin, interleaved: bool = False
-) -> Float[Array, "T N H"]:
-    """Return x with its pairs of dimensions rotated (rotary position embedding), in x's dtype.
-
-    The pairs are dimensions (i, i + pairs), the order of Llama's weights. With `interleaved`, the
-    input has the pairs (2i, 2i + 1), but the result has the order of Llama, which is correct if
-    queries and keys have the same order. Dimensions of a head after the rotated ones stay
-    unchanged.
-    """
-    cos, sin = (part[:, None] for part in cos_sin)
-    pairs = cos.shape[-1]
-    turned, rest = jnp.split(x.astype(cos.dtype), [2 * pairs], axis=-1)
-    if interleaved:
-        first, second = turned[..., ::2], turned[..., 1::2]
-    else:
-        first, second = jnp.split(turned, 2, axis=-1)
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    if rest.shape[-1]:
-        parts.append(rest)
-    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

@@ -16,9 +16,11 @@ from jaxserve.models.config.layers import ATTENTION
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.expert_places import place_tables
 from jaxserve.models.experts import CountedRows, SparseMLP
+from jaxserve.models.experts_beside import ExpertsBesideMLP
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
+from jaxserve.models.layer_inputs import LayerInput, LayerInputs
 from jaxserve.models.layers import Embedding, Norm, Residual, build_mlp, norm_options
-from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator
+from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator, constant
 from jaxserve.models.mixers import MIXERS, Kept, MixerInputs
 from jaxserve.models.paged import LayerPages, PagedStep, PageGroups
 from jaxserve.models.rope import rope_cos_sin
@@ -76,10 +78,15 @@ class DecoderLayer(nnx.Module):
         if not has_mlp:
             self.mlp = None
         elif config.experts is not None and config.experts.layers[index]:
-            self.mlp = SparseMLP(config, config.experts, dtype, rngs, traits)
+            kind = ExpertsBesideMLP if config.experts.beside else SparseMLP
+            self.mlp = kind(config, config.experts, dtype, rngs, traits)
         else:
-            self.mlp = build_mlp(config, dtype, rngs, traits)
+            self.mlp = build_mlp(config.for_layer(index), dtype, rngs, traits)
         self.mlp_out_norm = norm(out_eps) if after and has_mlp else None
+        has_input = config.layer_inputs > 0
+        self.layer_input = LayerInput(config, dtype, rngs, traits) if has_input else None
+        has_factor = traits.layer_factor
+        self.layer_factor = constant(1.0, (1,), ("taps",), dtype) if has_factor else None
 
     def __call__(
         self, residual: Residual, cos_sin: CosSin | None, step: PagedStep, kept: Kept
@@ -114,11 +121,20 @@ class DecoderLayer(nnx.Module):
                     residual, normed = residual.normed(
                         self.mlp_norm, self.norm_options, step.others
                     )
-                if isinstance(self.mlp, SparseMLP):
+                if isinstance(self.mlp, ExpertsBesideMLP):
+                    y = self.mlp.beside(normed, residual.stream, step)
+                elif isinstance(self.mlp, SparseMLP):
                     y = self.mlp(normed, step)
                 else:
                     y = self.mlp(normed, kernel, step.others)
                 residual = self._updated(residual, y, self.mlp_out_norm, kernel, self.mlp_factor)
+        if self.layer_input is not None:
+            _, x = residual.normed(None, self.norm_options, step.others)
+            residual = Residual(self.layer_input(x, step))
+        if self.layer_factor is not None:
+            _, x = residual.normed(None, self.norm_options, step.others)
+            multiply = partial(scaled, factor=self.layer_factor[...].astype(accumulator(x.dtype)))
+            residual = Residual(rounded_once(multiply, x, step.positions))
         return residual, kept
 
     def _mixed(
@@ -202,6 +218,8 @@ class Decoder(nnx.Module):
     ) -> None:
         self.config = config
         self.embedding = Embedding(config, dtype, rngs)
+        has_inputs = config.layer_inputs > 0
+        self.layer_inputs = LayerInputs(config, dtype, rngs, traits) if has_inputs else None
         self.layers = nnx.List(
             DecoderLayer(config, dtype, rngs, traits, index)
             for index in range(config.num_hidden_layers)
@@ -260,27 +278,23 @@ class Decoder(nnx.Module):
                 x = rounded_once(lambda x: scaled(x, factor), x, step.positions)
             if (norm := self.embedding_norm) is not None:
                 x = Residual(x).normed(norm, norm.options, step.others)[1]
-            ropes = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
-            angles = {
-                rope: rope_cos_sin(step.positions, rope, config.rotary_dim, x.dtype)
-                for rope in dict.fromkeys(ropes)
-                if rope is not None
-            }
+            inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x, step)
+            angles = self._angles(step, x.dtype)
         after: list[Kept] = []
         counts: list[UInt32[Array, "*places"]] = []
         residual = Residual(x)
         for index, (layer, arrays) in enumerate(zip(self.layers, kept, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                rope = ropes[index]
-                cos_sin = None if rope is None else angles[rope]
                 layer_step = (
                     step if places is None else replace(step, places=jnp.asarray(places[index]))
                 )
+                if inputs is not None:
+                    layer_step = replace(layer_step, layer_input=inputs[:, index])
                 if groups is not None:
                     pages, layer_step = groups.of_layer(index, layer_step)
                     arrays = arrays._replace(pages=pages)
                 residual, arrays, rows = run_layer(
-                    *nnx.split(layer), residual, cos_sin, layer_step, arrays
+                    *nnx.split(layer), residual, angles[index], layer_step, arrays
                 )
                 if groups is not None:
                     groups.put(index, arrays.pages)
@@ -290,6 +304,16 @@ class Decoder(nnx.Module):
         if places is not None:
             return after, jnp.stack(counts), hidden
         return after, reduce(jnp.add, counts) if counts else None, hidden
+
+    def _angles(self, step: PagedStep, dtype: DTypeLike) -> list[CosSin | None]:
+        """Return the cosines and sines of each layer's rotation, computed once if equal."""
+        config, layers = self.config, range(self.config.num_hidden_layers)
+        ropes = [(config.rope_of(layer), config.for_layer(layer).rotary_dim) for layer in layers]
+        angles = {
+            (rope, size): None if rope is None else rope_cos_sin(step.positions, rope, size, dtype)
+            for rope, size in dict.fromkeys(ropes)
+        }
+        return [angles[rope] for rope in ropes]
 
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int32[Array, ""] | None = None

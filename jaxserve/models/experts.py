@@ -26,7 +26,7 @@ from jaxserve.models.paged import LogicalAxes, PagedStep
 from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.models.routing import route
 from jaxserve.models.token_rounding import TokenRounded, rounded_rows
-from pallas_kernels import grouped_matmul, sigmoid
+from pallas_kernels import gated, grouped_matmul, sigmoid
 from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class SparseMLP(nnx.Module):
         latent, width = experts.latent, experts.latent or embed
         self.before = weight(rngs, (embed, width), ("embed", "latent"), dtype) if latent else None
         self.after = weight(rngs, (width, embed), ("latent", "embed"), dtype) if latent else None
-        self.is_gated = traits.activation != "relu2"
+        self.is_gated, self.activation = traits.activation != "relu2", traits.activation
         pair: LogicalAxes = ("experts", "embed", "gate_up", "mlp")
         if self.is_gated:
             self.gate_up, self.up = _stacked(rngs, (count, width, 2, mlp), pair, dtype), None
@@ -99,6 +99,23 @@ class SparseMLP(nnx.Module):
                 # The kernel of sigmoid gives equal bits at any place of the array.
                 scores = cap * (2.0 * sigmoid(scores * (2.0 / cap)) - 1.0)
             weights, chosen = route(scores, self.experts, self.kind, value_of(self.correction))
+        return self.mixed(x, weights, chosen, step)
+
+    def mixed(
+        self,
+        x: Float[Array, "T D"],
+        weights: Float[Array, "T C"],
+        chosen: Int32[Array, "T C"],
+        step: PagedStep,
+    ) -> Float[Array, "T D"]:
+        """Return the weighted sum of the chosen experts, and the shared MLP, [T, D], in x's dtype.
+
+        Args:
+            x: inputs of the experts.
+            weights: weight of each chosen expert.
+            chosen: numbers of the chosen experts.
+            step: the ragged batch of this step.
+        """
         with jax.named_scope("experts"):
             real = step.slot_mapping >= 0
             if step.places is not None:
@@ -175,6 +192,8 @@ class SparseMLP(nnx.Module):
 
     def _activate(self, rows: Float[Array, "A two M"]) -> Float[Array, "A M"]:
         gate, up = rows[:, 0], rows[:, 1]
+        if self.activation == "gelu_tanh":
+            return gated(rows, "gelu_tanh", rows.dtype)
         if self.kind != "chosen":
             return jax.nn.silu(gate) * up
         alpha, limit = self.experts.alpha, self.experts.limit

@@ -28,6 +28,7 @@ class FamilyTraits:
             all heads, with its "own" scale, or "unscaled", or "all" heads together, or None for no
             norm.
         norm_after_rotation: queries and keys are normalized after the rotation instead.
+        norm_values: values are normalized, each head, without a scale.
         interleaved: the rotary embedding pairs neighbouring dimensions instead of halves of a head.
         norm_centered: norms subtract the mean first.
         norm_offset: number added to the scale of every norm (Gemma stores the difference from 1).
@@ -41,6 +42,7 @@ class FamilyTraits:
         gated: gates that multiply the result of attention: a gate for each of the "numbers" of a
             query head, projected like the query, or one for each of the "heads", or None.
         gate_activation: activation of these gates.
+        layer_factor: a learned number multiplies the residual stream after each layer.
         sinks: the softmax of attention includes one learned logit for each query head, in all
             layers, or in layers with "windows" alone.
         overflows_float16: activations of the models exceed the range of float16.
@@ -50,6 +52,7 @@ class FamilyTraits:
     parallel: bool = False
     qk_norm: Literal["head", "own", "unscaled", "all"] | None = None
     norm_after_rotation: bool = False
+    norm_values: bool = False
     interleaved: bool = False
     norm_centered: bool = False
     norm_offset: float = 0.0
@@ -59,6 +62,7 @@ class FamilyTraits:
     norm_rounds_last: bool = False
     activation: Literal["silu", "gelu_tanh", "relu2", "xielu"] = "silu"
     router: Router = "softmax"
+    layer_factor: bool = False
     sinks: bool | Literal["windows"] = False
     gated: Literal["numbers", "heads"] | None = None
     gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.models.attention import growing, growth_at, own_cells, part_attention, rotate
+from jaxserve.models.attention import growing, growth_at, own_cells, part_attention
 from jaxserve.models.collectives import device_index, heads_of_group, parts_of_group
 from jaxserve.models.config.latent import Latent
 from jaxserve.models.config.model_config import ModelConfig
@@ -27,6 +27,7 @@ from jaxserve.models.layers import Norm
 from jaxserve.models.linear import accumulator, constant, matmul, normal, value_of, weight
 from jaxserve.models.paged import LatentPages, PagedStep
 from jaxserve.models.placed_weight import PlacedWeight
+from jaxserve.models.rope import rotate
 from jaxserve.models.token_rounding import TokenRounded, rounded_rows
 from jaxserve.models.transposed_weight import TransposedWeight
 from pallas_kernels import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.collectives import axis_size, device_index, summed, summed_few
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.split import Split
 from jaxserve.models.family import LLAMA_TRAITS, FamilyTraits
 from jaxserve.models.linear import (
     accumulator,
@@ -219,15 +221,7 @@ class Embedding(nnx.Module):
 
         Token ids outside [0, V) are clamped, so callers must refuse them.
         """
-        axis = self.split.axis
-        if axis is None:
-            return self._rows(tokens)
-        # Each device has a part of the rows, and adds zeros for all other rows.
-        size = -(-self.vocab_size // axis_size(axis))
-        row = jnp.clip(tokens, 0, self.vocab_size - 1) - device_index(axis) * size
-        is_own = (row >= 0) & (row < size)
-        rows = jnp.where(is_own[:, None], self._rows(jnp.clip(row, 0, size - 1)), 0)
-        return summed(rows, self.split)
+        return rows_over_devices(self._rows, tokens, self.vocab_size, self.split)
 
     def _rows(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
         table = self.project[...] if self.tied else self.table[...]
@@ -249,6 +243,32 @@ class Embedding(nnx.Module):
         if num_rows is not None:
             project = with_num_rows(project, num_rows)
         return matmul(hidden, project, out_dtype=accumulator(hidden.dtype))
+
+
+def rows_over_devices(
+    rows: Callable[[Int32[Array, " T"]], Float[Array, "T D"]],
+    tokens: Int32[Array, " T"],
+    vocab_size: int,
+    split: Split,
+) -> Float[Array, "T D"]:
+    """Return the row of each token id of a table whose rows are divided over devices, [T, D].
+
+    Token ids outside [0, vocab_size) are clamped.
+
+    Args:
+        rows: returns rows of this device's part of the table, by their index in it.
+        tokens: token ids.
+        vocab_size: number of rows of the whole table.
+        split: the division over devices.
+    """
+    axis = split.axis
+    if axis is None:
+        return rows(tokens)
+    # Each device has a part of the rows, and adds zeros for all other rows.
+    size = -(-vocab_size // axis_size(axis))
+    row = jnp.clip(tokens, 0, vocab_size - 1) - device_index(axis) * size
+    is_own = (row >= 0) & (row < size)
+    return summed(jnp.where(is_own[:, None], rows(jnp.clip(row, 0, size - 1)), 0), split)
 
 
 XIELU_EPS = -1e-6  # above it, exp(x) - 1 is that of this number

@@ -17,7 +17,7 @@ from jaxserve.models.config.page_kinds import PageLayout
 from pallas_kernels import StateRows
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float32, Int32, Shaped
+    from jaxtyping import Array, Float, Float32, Int32, Shaped
 
     Pages = Shaped[Array, "P K S H"]
     Scales = Float32[Array, "P K S"]
@@ -71,6 +71,8 @@ class PagedStep:
     implementation: str = field(metadata={"static": True})
     # For a layer whose experts have places: the number of places of each expert, then the places.
     places: Int32[Array, "E W"] | None = None
+    # For a layer with an input of its own (`LayerInput`): that input.
+    layer_input: Float[Array, "T P"] | None = None
     # Tokens and places of each row's states, for layers that keep states.
     state_rows: StateRows | None = None
 

@@ -29,6 +29,7 @@ from jaxserve.models.families.ernie import ERNIE
 from jaxserve.models.families.exaone import EXAONE
 from jaxserve.models.families.flex_olmo import FLEX_OLMO
 from jaxserve.models.families.gemma import GEMMA
+from jaxserve.models.families.gemma4 import GEMMA4
 from jaxserve.models.families.glm import GLM
 from jaxserve.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from jaxserve.models.families.gpt_oss import GPT_OSS
@@ -82,6 +83,7 @@ FAMILIES = (
     GRANITE,
     COHERE,
     GEMMA,
+    GEMMA4,
     GLM,
     LFM2,
     NEMOTRON_H,

@@ -134,3 +134,26 @@ def _growth(
     base = 1.0 + scaling.factor * beyond / original
     exponents = jnp.asarray(-np.arange(0, size, 2) / (size - 2), dtype)
     return jnp.exp(jnp.log(base)[:, None] * exponents)
+
+
+def rotate(
+    x: Float[Array, "T N H"], cos_sin: CosSin, interleaved: bool = False
+) -> Float[Array, "T N H"]:
+    """Return x with its pairs of dimensions rotated (rotary position embedding), in x's dtype.
+
+    The pairs are dimensions (i, i + pairs), the order of Llama's weights. With `interleaved`, the
+    input has the pairs (2i, 2i + 1), but the result has the order of Llama, which is correct if
+    queries and keys have the same order. Dimensions of a head after the rotated ones stay
+    unchanged.
+    """
+    cos, sin = (part[:, None] for part in cos_sin)
+    pairs = cos.shape[-1]
+    turned, rest = jnp.split(x.astype(cos.dtype), [2 * pairs], axis=-1)
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if rest.shape[-1]:
+        parts.append(rest)
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

@@ -225,26 +225,6 @@ def padded_vocab(config: ModelConfig) -> int:
     return -(-config.vocab_size // devices) * devices
 
 
-def check_pages(config: ModelConfig) -> None:
-    """Check that all layers keep pages of equal sizes, and values as long as keys.
-
-    Raises:
-        UnsupportedModel: sizes differ, for which the cache has no pages yet.
-    """
-    problems: list[str] = []
-    if len(kv_heads := sorted(set(config.layers.kv_heads))) > 1:
-        problems.append(f"its layers have {' or '.join(map(str, kv_heads))} kv heads")
-    if config.value_dim not in (None, config.head_dim):
-        problems.append(
-            f"its keys have {config.head_dim} numbers and its values {config.value_dim}"
-        )
-    if problems:
-        raise UnsupportedModel(
-            f"{config.architecture}: {', and '.join(problems)}; allowed: equal sizes of the pages "
-            "of all layers"
-        )
-
-
 def check_split(config: ModelConfig) -> None:
     """Check that the sizes of the model allow the division over devices in `config.split`.
 
@@ -256,22 +236,20 @@ def check_split(config: ModelConfig) -> None:
     if problems:
         raise UnsupportedModel(
             f"tensor_parallel_size is {devices}, over which this {config.architecture} cannot be "
-            f"divided: {'; '.join(problems)}"
+            f"divided: {'; '.join(dict.fromkeys(problems))}"
         )
     _check_context(config)
 
 
 def _problems(config: ModelConfig) -> Iterator[str]:
     devices, experts = config.split.devices, config.experts
-    kv_heads = config.num_key_value_heads
-    # The first number of query heads that cannot be divided, if layers differ in it.
-    heads = max(config.layers.heads or (config.num_attention_heads,), key=lambda n: n % devices)
-    if not config.num_page_layers:
-        pass  # without attention
-    elif heads % devices:
-        yield _multiple("num_attention_heads", heads, devices)
-    elif kv_heads % devices and devices % kv_heads:
-        yield f"num_key_value_heads is {kv_heads}; allowed: a multiple or a divisor of {devices}"
+    for sized in config.sized if config.num_page_layers else ():
+        heads, kv_heads = sized.num_attention_heads, sized.num_key_value_heads
+        if heads % devices:
+            yield _multiple("num_attention_heads", heads, devices)
+        elif kv_heads % devices and devices % kv_heads:
+            allowed = f"a multiple or a divisor of {devices}"
+            yield f"num_key_value_heads is {kv_heads}; allowed: {allowed}"
     has_mlp = any(map(config.has_mlp, range(config.num_hidden_layers)))
     is_dense = has_mlp and (experts is None or not all(experts.layers))
     if is_dense and config.intermediate_size % devices:
@@ -298,8 +276,8 @@ def _check_context(config: ModelConfig) -> None:
     Raises:
         UnsupportedModel: `config.split.context` does not divide the number of copies of a kv head.
     """
-    context, heads = config.split.context, config.num_key_value_heads
-    copies = kv_copies(config)
+    context = config.split.context
+    copies, heads = min((kv_copies(one), one.num_key_value_heads) for one in config.sized)
     if config.latent is not None:  # every device has the only head
         heads, copies = 1, config.split.devices
     if context > 1 and config.recurrent is not None:

@@ -71,11 +71,11 @@ def every_layer(
 def by_heads(
     config: ModelConfig, layer: Callable[[ModelConfig], Sequence[WeightName]]
 ) -> list[WeightName]:
-    """Return tensors of every layer where layers differ in the numbers of heads.
+    """Return tensors of every layer where layers differ in heads or in the width of the MLP.
 
     Args:
         config: configuration of the model.
-        layer: returns the tensors of a layer, given the configuration with its number of heads.
+        layer: returns the tensors of a layer, given its configuration (`for_layer`).
     """
     tensors: list[WeightName] = []
     for index in range(config.num_hidden_layers):
@@ -84,6 +84,8 @@ def by_heads(
         for tensor in layer(sized):
             layout = re.sub(r"\bG\b", f"G{group}", tensor.layout)
             layout = re.sub(r"\bK\b", f"K{sized.num_key_value_heads}", layout)
+            layout = re.sub(r"\bH\b", f"H{sized.head_dim}", layout)
+            layout = re.sub(r"\bF\b", f"F{sized.intermediate_size}", layout)
             tensors.append(of_layer(replace(tensor, layout=layout), index))
     return tensors
 

@@ -139,12 +139,13 @@ class WeightName:
 def dimensions(config: ModelConfig) -> dict[str, int]:
     """Return a dict from each letter in `WeightName.layout` to its size in a model.
 
-    G is the number of query heads of each kv head. If layers differ in it, G3 is 3, and K2 is 2 kv
-    heads. There are E experts of width M and a shared one of width S. P is the pair of gate and up
-    projections. Latent attention has latents of ranks L (queries) and C (keys and values); J is C
-    plus the rotated part. Its heads have sizes A (queries and keys), B (the part of keys that is
-    projected from their latent) and U (values). A short convolution has W taps for each of Y
-    channels. X is the triple of its projections. One is 1.
+    G is the number of query heads of each kv head. If layers differ, G3 is 3 of them, K2 is 2 kv
+    heads, H64 is a head of size 64 and F96 a width of 96. A layer has an input of size Own, and all
+    layers have All such numbers. There are E experts of width M and a shared one of width S.
+    P is the pair of gate and up projections. Latent attention has latents of ranks L (queries) and
+    C (keys and values); J is C plus the rotated part. Its heads have sizes A (queries and keys), B
+    (the part of keys that is projected from their latent) and U (values). A short
+    convolution has W taps for each of Y channels. X is the triple of its projections. One is 1.
     """
     sizes = {
         "V": config.vocab_size,
@@ -156,11 +157,12 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         "P": 2,
         "One": 1,
     }
-    for index in range(config.num_hidden_layers if config.has_own_heads else 0):
-        layer = config.for_layer(index)
-        kv_heads = layer.num_key_value_heads
+    for layer in config.sized if config.has_own_heads else ():
+        kv_heads, size = layer.num_key_value_heads, layer.head_dim
         group = layer.num_attention_heads // kv_heads
-        sizes |= {f"G{group}": group, f"K{kv_heads}": kv_heads}
+        sizes |= {f"G{group}": group, f"K{kv_heads}": kv_heads, f"H{size}": size}
+        sizes[f"F{layer.intermediate_size}"] = layer.intermediate_size
+    sizes |= {"Own": config.layer_inputs, "All": config.layer_inputs * config.num_hidden_layers}
     if config.value_dim is not None:
         sizes["U"] = config.value_dim
     if config.recurrent is not None:

@@ -40,6 +40,8 @@ _RENAMED_VALUES: dict[str, tuple[Any, ...]] = {
 
 MAX_SCHEDULER_STEPS = 1024
 # Defaults that depend on the device: (max_num_seqs, max_num_batched_tokens).
+PAGE_TOKENS = 16
+"""Number of tokens of the smallest pages by default."""
 _DEVICE_DEFAULTS = {"cpu": (32, 512), "gpu": (256, 8192)}
 
 
@@ -99,7 +101,9 @@ class EngineConfig(HostsConfig, ExpertsConfig):
         max_num_batched_tokens: largest number of tokens computed in one step.
         long_prefill_token_threshold: largest number of tokens of one sequence in a step, 0 for no
             limit.
-        block_size: number of tokens in a page of KV cache.
+        block_size: number of tokens in a block of KV cache, by default 16 for the layers with the
+            most bytes of cache, and a multiple of it if other layers have fewer. Without such a
+            difference a block is a page.
         gpu_memory_utilization: share of the GPU memory free at the start, for weights, KV cache
             and temporary buffers. The default is 0.9, up to 0.95 if the KV cache would have fewer
             than 8,192 tokens, and 0.8 for a card that shares the memory of the host.
@@ -165,7 +169,7 @@ class EngineConfig(HostsConfig, ExpertsConfig):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int = 0
-    block_size: int = 16
+    block_size: int | None = None
     gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
     state_cache_bytes: int | None = None
@@ -244,18 +248,26 @@ class EngineConfig(HostsConfig, ExpertsConfig):
             raise ValueError(f"{least}: every running sequence gets a token a step")
 
     def resolve(
-        self, platform: str, model_max_len: int, sizes: tuple[int, int] | None = None
+        self,
+        platform: str,
+        model_max_len: int,
+        sizes: tuple[int, int] | None = None,
+        splits: int = 1,
     ) -> EngineConfig:
-        """Return a copy in which max_model_len, max_num_seqs and max_num_batched_tokens are set.
+        """Return a copy in which block_size and the settings of sizes are set.
+
+        The settings are max_model_len, max_num_seqs and max_num_batched_tokens.
 
         Args:
             platform: "cpu" or "gpu", which determines the defaults.
             model_max_len: largest number of positions that the model declares.
             sizes: defaults of max_num_seqs and max_num_batched_tokens for the card's memory,
                 instead of those for the platform.
+            splits: most pages of a layer into which the tokens of a block are divided.
 
         Raises:
-            ValueError: max_model_len exceeds the model's limit, or sizes contradict each other.
+            ValueError: max_model_len exceeds the model's limit, sizes contradict each other, or
+                block_size is not a multiple of `splits`.
         """
         seqs, tokens = sizes or _DEVICE_DEFAULTS.get(platform, _DEVICE_DEFAULTS["gpu"])
         max_len = self.max_model_len or model_max_len
@@ -264,9 +276,16 @@ class EngineConfig(HostsConfig, ExpertsConfig):
                 f"max_model_len ({max_len}) is beyond the {model_max_len} positions that the "
                 "model's config.json declares; allow_long_max_model_len serves it all the same"
             )
+        block_size = self.block_size or PAGE_TOKENS * splits
+        if block_size % splits:
+            raise ValueError(
+                f"block_size is {block_size}, and some layers of this model divide it among "
+                f"{splits} pages; allowed: a multiple of {splits}"
+            )
         max_seqs = self.max_num_seqs or min(seqs, self.max_num_batched_tokens or seqs)
         resolved = replace(
             self,
+            block_size=block_size,
             max_model_len=max_len,
             max_num_seqs=max_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens or max(tokens, max_seqs),

@@ -162,7 +162,7 @@ def _check_context(config: Any) -> None:
             f"{devices}",
             name,
         )
-    if config.block_size % size:
+    if config.block_size is not None and config.block_size % size:
         raise InvalidRequest(
             f"{name} is {size}, and a page has {config.block_size} tokens (block_size); allowed: a "
             f"divisor of {config.block_size}",

@@ -296,10 +296,9 @@ def _abstract_tree(converted: ConvertedModel, model: Decoder) -> dict[str, Any]:
             tree[path] = abstract_parameter(path, form, parameters[path], shapes)
         except ValueError as error:
             raise CheckpointError(f"{converted.directory / CARD}: forms: {error}") from error
-    kv_heads = model.config.num_key_value_heads
-    for path in scales_of(model):
+    for path, module in scales_of(model).items():
         if path in shapes:
-            tree[path] = jax.ShapeDtypeStruct((2, kv_heads), jnp.float32)
+            tree[path] = jax.ShapeDtypeStruct((2, module.kv_heads), jnp.float32)
     return tree
 
 

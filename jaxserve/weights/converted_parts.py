@@ -60,7 +60,8 @@ def load_converted_parts(
 
     def placed(path: str, value: Any) -> Array:
         if path in of_scales:
-            return placed_scales(value, config, mesh)
+            layer = int(path.split(".")[1])
+            return placed_scales(value, config.for_layer(layer), mesh)
         return placement.placed(path, value)
 
     def read(_: Any) -> dict[str, Any]:

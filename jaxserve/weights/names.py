@@ -23,6 +23,8 @@ COMPUTED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)"
 )
+# Projections of keys and values of layers that read the cache pages of others. They are not read.
+UNUSED = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.[kv]_(proj|norm)\..*")
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 OUTPUT = "lm_head.weight"
 
@@ -100,6 +102,10 @@ def match_names(
         for name, entry in tensors.items()
         if not COMPUTED.fullmatch(name) and not name.startswith((*further, *FURTHER))
     }
+    for name in list(present) if config.layers.sources else ():
+        layer = UNUSED.fullmatch(name)
+        if layer and int(layer[1]) < layers and config.layers.reads_other(int(layer[1])):
+            del present[name]
     if config.tie_word_embeddings:
         present.pop(OUTPUT, None)
     extra = sorted(present.keys() - expected.keys())

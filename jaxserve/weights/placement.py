@@ -278,14 +278,14 @@ def set_kv_scales(
                 f"{entry.shard.path}: tensor {name!r} scales a cache, which is not supported with "
                 "latent attention"
             )
-        scales = by_layer.setdefault(
-            layer, np.ones((2, model.config.num_key_value_heads), np.float32)
-        )
+        heads = model.config.for_layer(layer).num_key_value_heads
+        scales = by_layer.setdefault(layer, np.ones((2, heads), np.float32))
         scales[0 if kind == "k" else 1] = value.item()
     for layer, scales in by_layer.items():
         attention = _attention_of(model.layers[layer])
         assert isinstance(attention, Attention)
-        attention.kv_scales = scales_parameter(placed_scales(scales, model.config, mesh))
+        config = model.config.for_layer(layer)
+        attention.kv_scales = scales_parameter(placed_scales(scales, config, mesh))
 
 
 def placed_scales(scales: np.ndarray, config: ModelConfig, mesh: Mesh | None) -> jax.Array:

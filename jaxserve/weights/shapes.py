@@ -117,7 +117,7 @@ def shapes_of_model(
         model, {path: place(path, parameters[path], value) for path, value in values.items()}
     )
     for path, value in scales.items() if layout.kv_scales else ():
-        part = part_of(config, SCALES_AXES, value.shape, 0)
+        part = part_of(config, SCALES_AXES, value.shape, 0, path)
         scales_of(model)[path].kv_scales = scales_parameter(
             place.joined(part, jax.ShapeDtypeStruct(part.own_shape, np.float32))
         )
@@ -127,10 +127,9 @@ def shapes_of_model(
 def _scales(model: Decoder, stored: StoredTensors) -> dict[str, Any]:
     # By path, of the layers that have some.
     layers = {match[0] for name in stored.split.kv_scales if (match := kv_scale_of(name))}
-    heads = model.config.num_key_value_heads
     return {
-        path: jax.ShapeDtypeStruct((2, heads), np.float32)
-        for path in scales_of(model)
+        path: jax.ShapeDtypeStruct((2, module.kv_heads), np.float32)
+        for path, module in scales_of(model).items()
         if int(path.split(".")[1]) in layers
     }
 
@@ -279,7 +278,7 @@ class _Place:
     def __call__(self, path: str, parameter: _Parameter, value: Any) -> Any:
         """Return the shapes of a placed parameter, given its shapes as it is read (`value`)."""
         axes = parameter.get_metadata()["axes"]
-        part = part_of(self._config, axes, tuple(parameter.shape), 0)
+        part = part_of(self._config, axes, tuple(parameter.shape), 0, path)
         if self._mesh is not None:
             value = cut(value, axes, part, path)
         if self._layout.panels:

@@ -23,6 +23,7 @@ IN_FLOAT64 = {
     "experts": "--schedules 8 --experts",
     "fp8": "--schedules 8 --kv-cache-dtype fp8",
     "kinds": "--schedules 12 --case qwen3_window_groups --page-sizes 4",
+    "sizes": "--schedules 8 --case gemma4_shared_inputs",
     "latents": "--schedules 8 --case deepseek_v3_groups",
 }
 RUNS = """

@@ -45,6 +45,35 @@ PROPORTIONAL = {
     "sliding_attention": LOCAL_ROPE,
 }
 
+# Three quarters of the pairs of a head, with halved angles.
+LINEAR_PARTS = {
+    "rope_type": "proportional",
+    "rope_theta": 300.0,
+    "partial_rotary_factor": 0.75,
+    "factor": 2.0,
+}
+GEMMA4 = {
+    "num_hidden_layers": 3,
+    "layer_types": [SLIDING, FULL, FULL],
+    "sliding_window": 9,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+    "rope_parameters": PROPORTIONAL,
+    "tie_word_embeddings": True,
+}
+# Layers that read the pages of others, and inputs of each layer, as in E2B.
+SHARED = {
+    "enable_moe_block": False,
+    "num_hidden_layers": 5,
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+}
+
 DELTA = {
     "head_dim": 16,
     "layer_types": ["linear_attention", FULL],
@@ -65,6 +94,8 @@ SHARED_EXPERT = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+# Transformers' names of models whose configurations have "Text" in their names.
+TEXTS = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
 # Sizes of attention, which Mamba 2 lacks.
 ATTENTION = frozenset({"num_attention_heads", "num_key_value_heads", "max_position_embeddings"})
 BAMBA = {"mamba_n_heads": 4, "mamba_d_state": 12, "mamba_n_groups": 2}
@@ -261,6 +292,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "gemma4_unified": ("Gemma4Unified", {**GEMMA4, "num_global_key_value_heads": 1}),
     "lfm2_moe": (
         "Lfm2Moe",
         {
@@ -799,6 +842,34 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": [FULL, SLIDING],
         "head_dim": 16,
     },
+    "gemma4_experts": {},
+    "gemma4_dense_untied": {
+        "enable_moe_block": False,
+        "tie_word_embeddings": False,
+        "global_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
+    "gemma4_projected_values_top1": {
+        "attention_k_eq_v": False,
+        "top_k_experts": 1,
+        "final_logit_softcapping": None,
+        "layer_types": [SLIDING, SLIDING, FULL],
+        "rope_parameters": {FULL: LINEAR_PARTS, SLIDING: LOCAL_ROPE},
+    },
+    "gemma4_shared_inputs": SHARED,
+    "gemma4_shared_wide_values": {
+        **SHARED,
+        "use_double_wide_mlp": True,
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 3,
+    },
+    "gemma4_unified_windows": {},
+    "gemma4_unified_four_pages": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "gemma4_unified_values_full": {
+        "attention_k_eq_v": False,
+        "layer_types": [FULL, FULL],
+        "num_hidden_layers": 2,
+    },
     **TRAIT_CASES,
 }
 
@@ -843,7 +914,7 @@ def fields_of(case: str) -> dict[str, Any]:
 def transformers_config(case: str, sizes: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return Transformers' configuration of a case, with some sizes changed."""
     name, _ = FAMILIES[family_of(case)]
-    name = f"{name}Text" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else name
+    name = f"{name}Text" if name in TEXTS else name
     fields = {**fields_of(case), **sizes}
     return wrapped(name, fields) or getattr(transformers, f"{name}Config")(**fields)
 

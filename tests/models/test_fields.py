@@ -77,6 +77,24 @@ MAMBA: list[dict[str, Any]] = [
     {"time_step_limit": [0.5, 0.6]},
     {"time_step_limit": [0.5]},
 ]
+GEMMA4: list[dict[str, Any]] = [
+    {"attention_k_eq_v": False},
+    {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 1, "moe_intermediate_size": 12},
+    {"final_logit_softcapping": 3.0},
+    {"hidden_activation": "silu"},
+    {"layer_types": [SLIDING, SLIDING, FULL]},
+    {"layer_types": [FULL, FULL, FULL]},
+    {"num_kv_shared_layers": 1},
+    {"per_layer_config": None, "global_head_dim": 12},
+    {"per_layer_config.1.head_dim": 12},
+    {"per_layer_config.1.num_key_value_heads": 2},
+    {"per_layer_config.2.head_dim": 12},
+    {"per_layer_config.2.num_key_value_heads": 2},
+    {"per_layer_config": {"1": {"head_dim": 16, "num_key_value_heads": 1}}},
+    {"sliding_window": 5},
+    {"use_bidirectional_attention": "all"},
+    {"use_double_wide_mlp": True, "num_kv_shared_layers": 1},
+]
 # By case: changes of the settings that it exercises. A dot leads into a mapping.
 PARTICULAR: dict[str, list[dict[str, Any]]] = {
     "llama3_rope": [
@@ -582,6 +600,35 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.full_attention.rope_theta": 600.0},
         {"rope_parameters.sliding_attention.rope_theta": 600.0},
     ],
+    "gemma4_experts": [
+        *GEMMA4,
+        {"enable_moe_block": False},
+        {"num_experts": 5},
+        {"top_k_experts": 1},
+        {"moe_intermediate_size": 12},
+        {"hidden_size_per_layer_input": 8},
+        {"hidden_size_per_layer_input": None},
+        {"rope_parameters.full_attention.partial_rotary_factor": 1.0},
+        {"rope_parameters.full_attention.rope_theta": 600.0},
+        {"rope_parameters.sliding_attention.rope_theta": 600.0},
+    ],
+    "gemma4_shared_inputs": [
+        {"num_kv_shared_layers": 1},
+        {"num_kv_shared_layers": 4},
+        {"num_kv_shared_layers": 9},
+        {"use_double_wide_mlp": True},
+        {"hidden_size_per_layer_input": 16},
+        {"vocab_size_per_layer_input": 95},
+        {"tie_word_embeddings": False},
+        {"per_layer_config.4.head_dim": 12},
+        {"per_layer_config.4.num_key_value_heads": 2},
+    ],
+    "gemma4_unified_windows": [
+        *GEMMA4,
+        {"hidden_size_per_layer_input": 8},
+        {"tie_word_embeddings": False},
+    ],
+    "gemma4_unified_values_full": [{"per_layer_config.0.head_dim": 12}],
     **TRAIT_CHANGES,
 }
 # All layers have experts, whose width is another field.

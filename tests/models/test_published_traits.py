@@ -10,10 +10,14 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import transformers
 
+from jaxserve.execution.state import memory_kinds
 from jaxserve.models import parse_model_config
+from jaxserve.start.plan.cache_kinds import cache_kinds
 from tests.models.test_published_configs import (
     COMMON,
     FP8,
@@ -204,6 +208,74 @@ MIMO |= {"routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_wind
 MIMO |= {"sliding_window_size": 128, "swa_head_dim": 192, "swa_num_attention_heads": 64}
 MIMO |= {"swa_num_key_value_heads": 8, "swa_rope_theta": 10000, "swa_v_head_dim": 128}
 MIMO |= {"topk_group": 1, "topk_method": "noaux_tc"}
+
+# Gemma 4: every sixth layer sees all positions.
+GEMMA_ROPES = {
+    FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
+}
+GEMMA_4 = COMMON | {
+    "hidden_act": None,
+    "model_type": "gemma4_text",
+    "architectures": ["Gemma4ForCausalLM"],
+}
+GEMMA_4 |= {"attention_bias": False, "attention_k_eq_v": True, "final_logit_softcapping": 30.0}
+GEMMA_4 |= {"head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA_4 |= {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262144}
+GEMMA_4 |= {"num_kv_shared_layers": 0, "rms_norm_eps": 1e-6, "rope_parameters": GEMMA_ROPES}
+GEMMA_4 |= {"sliding_window": 1024, "tie_word_embeddings": True, "use_double_wide_mlp": False}
+GEMMA_4 |= {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 262144}
+GEMMA_26B = GEMMA_4 | shape(2816, 2112, 30, 16, 8, 262144) | {"enable_moe_block": True}
+GEMMA_26B |= {"moe_intermediate_size": 704, "num_experts": 128, "top_k_experts": 8}
+GEMMA_26B |= {"layer_types": [*[SLIDING] * 5, FULL] * 5, "num_global_key_value_heads": 2}
+GEMMA_31B = GEMMA_4 | shape(5376, 21504, 60, 32, 16, 262144) | {"enable_moe_block": False}
+GEMMA_31B |= {"layer_types": [*[SLIDING] * 5, FULL] * 10, "num_global_key_value_heads": 4}
+GEMMA_12B = GEMMA_4 | shape(3840, 15360, 48, 16, 8, 262144) | {"model_type": "gemma4_unified_text"}
+GEMMA_12B |= {"architectures": ["Gemma4UnifiedForCausalLM"], "num_global_key_value_heads": 1}
+GEMMA_12B |= {"layer_types": [*[SLIDING] * 5, FULL] * 8}
+GEMMA_E2B = GEMMA_4 | shape(1536, 6144, 35, 8, 1, 262144) | {"hidden_size_per_layer_input": 256}
+GEMMA_E2B |= {"attention_k_eq_v": False, "layer_types": [*[SLIDING] * 4, FULL] * 7}
+GEMMA_E2B |= {"num_kv_shared_layers": 20, "sliding_window": 512, "use_double_wide_mlp": True}
+
+# By name: fields, and for each kind of pages its window, its layers, the bytes of a token in these
+# layers, and the pages into which the tokens of a block are divided. Values of MiMo are as long in
+# the cache as keys.
+KINDS: dict[str, tuple[Raw, list[tuple[int | None, int, int, int]]]] = {
+    "gemma-4-26B-A4B-it": (
+        GEMMA_26B,
+        [(None, 5, 5 * 2 * 2 * 512 * 2, 1), (1024, 25, 25 * 2 * 8 * 256 * 2, 2)],
+    ),
+    "gemma-4-31B-it": (
+        GEMMA_31B,
+        [(None, 10, 10 * 2 * 4 * 512 * 2, 1), (1024, 50, 50 * 2 * 16 * 256 * 2, 2)],
+    ),
+    "gemma-4-12B-it": (
+        GEMMA_12B,
+        [(None, 8, 8 * 2 * 1 * 512 * 2, 1), (1024, 40, 40 * 2 * 8 * 256 * 2, 4)],
+    ),
+    "gemma-4-E2B-it": (  # 15 layers have pages, of which 3 see all positions
+        GEMMA_E2B,
+        [(None, 3, 3 * 2 * 1 * 512 * 2, 2), (512, 12, 12 * 2 * 1 * 256 * 2, 1)],
+    ),
+    "MiMo-V2-Flash": (
+        MIMO,
+        [(None, 9, 9 * 2 * 4 * 192 * 2, 1), (129, 39, 39 * 2 * 8 * 192 * 2, 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_published_config_has_kinds_of_pages(name: str) -> None:
+    raw, wanted = KINDS[name]
+    config = parse_model_config(deepcopy(raw), name)
+    layout, tokens = config.page_layout, 16 * config.page_layout.most_splits
+    (pages, *_) = memory_kinds(config, tokens, np.dtype(jnp.bfloat16), 1)
+    kinds = cache_kinds(config, pages.bytes_per_unit, tokens)
+    assert [
+        (kind.window, kind.layers, kind.token_bytes, layout.splits(number))
+        for number, kind in enumerate(kinds)
+    ] == wanted
+
 
 # Name: fields, and bytes of a token's keys and values.
 PUBLISHED: dict[str, tuple[Raw, int]] = {

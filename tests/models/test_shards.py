@@ -9,7 +9,6 @@ from jaxserve.errors import UnsupportedModel
 from jaxserve.models import ModelConfig, abstract_model, parse_model_config
 from jaxserve.models.shards import (
     Split,
-    check_pages,
     check_split,
     group_of,
     padded_vocab,
@@ -115,8 +114,16 @@ def test_layers_with_different_numbers_of_query_heads_are_divided_each_by_its_ow
         check_split(over(config, 32))
 
 
-def test_pages_of_different_sizes_are_refused():
-    check_pages(parse_model_config(LAGUNA))
-    message = "its layers have 4 or 8 kv heads, and its keys have 192 numbers and its values 128"
-    with pytest.raises(UnsupportedModel, match=message):
-        check_pages(parse_model_config(MIMO))
+def test_pages_of_layers_with_different_kv_heads_are_divided_each_by_its_own():
+    config = parse_model_config(MIMO)
+    for devices, heads, splits in ((1, [4, 8], 2), (4, [4, 8], 2), (8, [8, 8], 1)):
+        layout = over(config, devices).page_layout
+        assert [kind.heads for kind in layout.kinds] == heads  # copies of a head included
+        assert [layout.splits(0), layout.splits(1)] == [1, splits]
+        check_split(over(config, devices))
+    axes = ("embed", "kv_heads", "group", "head_dim")
+    for path, heads in (("layers.0", 4), ("layers.1", 8)):
+        part = part_of(over(config, 8), axes, (3, heads, 64 // heads + 1, 2), 1, path)
+        assert part.spans[1] == ((0, 1) if heads == 4 else (1, 2),)
+    with pytest.raises(UnsupportedModel, match="8 kv heads of this MiMo"):
+        check_split(replace(config, split=replace(config.split, devices=8, context=2)))

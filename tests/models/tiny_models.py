@@ -23,11 +23,13 @@ def hugging_face_model(case: str) -> Any:
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(("bias", "alpha_p", "alpha_n")):
+            if "norm" in name or name.endswith(("bias", "alpha_p", "alpha_n", "_scale", ".scale")):
                 parameter += 0.3 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias")):
                 buffer += 0.1 * torch.randn_like(buffer)
+            elif name.endswith("layer_scalar"):
+                buffer *= 0.7 + 0.3 * torch.rand_like(buffer)
     if "mxfp4" in case:
         set_packed_experts(model)
     return model

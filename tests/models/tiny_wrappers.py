@@ -14,6 +14,12 @@ from jaxserve.models.registry import MODEL_TYPES
 from tests.models.cases import EXPERTS, GROWING, SIZES
 
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 9,
+    "vocab_size_per_layer_input": 96,
+}
 # By `model_type` of the text: fields besides the sizes.
 TEXT: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"rope_parameters": ROPE},
@@ -35,6 +41,8 @@ TEXT: dict[str, dict[str, Any]] = {
         "rope_parameters": ROPE,
     },
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 9},
+    "gemma4_text": {**GEMMA4, "num_key_value_heads": 4, "hidden_size_per_layer_input": 8},
+    "gemma4_unified_text": {**GEMMA4, "num_key_value_heads": 4},
     "mistral": {"sliding_window": None, "head_dim": 12},
     "mistral4": {**EXPERTS, "rope_parameters": GROWING},
     "cohere2": {"sliding_window": 9, "logit_scale": 0.8},

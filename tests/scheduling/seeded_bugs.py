@@ -19,6 +19,7 @@ from tests.scheduling.seeded_pool_bugs import (
     WAITING,
     Bug,
 )
+from tests.scheduling.seeded_size_bugs import SIZE_BUGS
 from tests.scheduling.seeded_state_bugs import STATE_BUGS
 
 SCHEDULE_BUGS = (
@@ -457,4 +458,4 @@ SCHEDULER_BUGS = (
     *TABLE_BUGS,
     *OTHER_BUGS,
 )
-BUGS = (*SCHEDULER_BUGS, *DEVICE_BUGS, *LATENT_BUGS)
+BUGS = (*SCHEDULER_BUGS, *DEVICE_BUGS, *LATENT_BUGS, *SIZE_BUGS)

@@ -91,20 +91,35 @@ class Oracle:
         x = x * scales.embedding
         if self._traits.norm_embedding:
             x = self._norm(x, np.ones(config.hidden_size), offset=0.0)
-        after = config.out_norm_eps
+        after, inputs = config.out_norm_eps, self._layer_inputs(tokens, x)
+        self._kept: dict[int, tuple[Array, Array]] = {}
         for index, layer in enumerate(self._layers):
             if config.mixers_of(index):
                 normed = self._normed(x, layer, "attention_norm")
                 y = self._mixed(index, layer, normed)
                 x = x + scales.residual * self._normed(y, layer, "attention_out_norm", after)
             if config.has_mlp(index):
-                y = scales.mlp * self._mlp(self._normed(x, layer, "mlp_norm"), layer)
+                y = scales.mlp * self._mlp(self._normed(x, layer, "mlp_norm"), layer, x)
                 x = x + scales.residual * self._normed(y, layer, "mlp_out_norm", after)
+            if inputs is not None:
+                gate = _gelu(x @ layer["layer_input.gate"]) * inputs[:, index]
+                x = x + self._normed(gate @ layer["layer_input.project"], layer, "layer_input.norm")
+            x = x * layer.get("layer_factor", 1)
         offset = None if self._traits.final_offset else 0.0
         logits = self._norm(x, w.get("norm.scale", np.ones(x.shape[-1])), offset=offset) @ project
         logits = logits / scales.logit_divisor * scales.logit_factor
         cap = scales.logit_cap
         return logits if cap is None else np.tanh(logits / cap) * cap
+
+    def _layer_inputs(self, tokens: Array, x: Array) -> Array | None:
+        """Return the input of each layer, [T, layers, size], or None if layers have none."""
+        w, config = self._weights, self._config
+        if "layer_inputs.table" not in w:
+            return None
+        shape = len(tokens), config.num_hidden_layers, config.layer_inputs
+        own = (w["layer_inputs.table"][tokens] * np.sqrt(shape[2])).reshape(shape)
+        projected = (x @ w["layer_inputs.project"] / np.sqrt(x.shape[-1])).reshape(shape)
+        return (self._norm(projected, w["layer_inputs.norm.scale"]) + own) / np.sqrt(2)
 
     def _mixed(self, index: int, layer: dict[str, Array], x: Array) -> Array:
         """Return the sum of the results of a layer's mixers for normalized tokens."""
@@ -116,7 +131,8 @@ class Oracle:
                 results.append(after * recurrent_mixer(kind, config, layer, before * x))
                 continue
             rope, window = config.rope_of(index), config.layers.windows[index]
-            turns = rope_frequencies(rope or config.rope, config.rotary_dim) * (rope is not None)
+            size = config.for_layer(index).rotary_dim
+            turns = rope_frequencies(rope or config.rope, size) * (rope is not None)
             angles = np.arange(len(x))[:, None] * turns
             factor = getattr(rope and rope.scaling, "attention_factor", 1.0)
             sign = -1 if rope is not None and rope.backwards else 1
@@ -124,12 +140,22 @@ class Oracle:
             if kind == "latent":
                 results.append(after * self._latent(before * x, layer, *turns))
                 continue
-            results.append(after * self._attention(before * x, layer, *turns, window))
+            source = config.layers.sources[index] if config.layers.sources else index
+            results.append(after * self._attention(before * x, layer, *turns, window, source))
+            if source == index:
+                self._kept[index] = self._last
         return np.sum(results, axis=0)
 
-    def _mlp(self, x: Array, layer: dict[str, Array]) -> Array:
+    def _mlp(self, x: Array, layer: dict[str, Array], stream: Array) -> Array:
+        soft = self._traits.activation == "gelu_tanh"
         if "mlp.router" not in layer:
-            return _dense(x, layer, "mlp", self._config.scales.gate)
+            return _dense(x, layer, "mlp", self._config.scales.gate, soft)
+        if "mlp.dense_norm.scale" in layer:  # experts beside it
+            dense = self._normed(_dense(x, layer, "mlp.dense", 1.0, soft), layer, "mlp.dense_norm")
+            routed = self._experts(
+                self._normed(stream, layer, "mlp.routed_input_norm"), layer, stream
+            )
+            return dense + self._normed(routed, layer, "mlp.routed_norm")
         routed = self._experts(x, layer)
         if not self._config.experts or not self._config.experts.shared:
             return routed
@@ -138,11 +164,18 @@ class Oracle:
             shared = shared / (1 + np.exp(-x @ layer["mlp.shared_gate"]))
         return routed + shared
 
-    def _experts(self, x: Array, layer: dict[str, Array]) -> Array:
-        """Apply the experts of Qwen3 or DeepSeek-V3, one token and one expert at a time."""
+    def _experts(self, x: Array, layer: dict[str, Array], stream: Array | None = None) -> Array:
+        """Apply the experts of Qwen3, DeepSeek-V3 or Gemma 4, one token and one expert at a time.
+
+        `stream` is the input of a router with a norm of its own.
+        """
         experts = self._config.experts
         assert experts is not None
         scores = x @ layer["mlp.router"]
+        factors = layer.get("mlp.expert_factors", np.ones(experts.count))
+        if stream is not None:
+            normed = self._normed(stream, layer, "mlp.router_norm")
+            scores = normed @ layer["mlp.router"] / np.sqrt(x.shape[-1])
         if experts.score_cap:
             scores = np.tanh(scores / experts.score_cap) * experts.score_cap
         if self._traits.router == "sigmoid":
@@ -163,8 +196,9 @@ class Oracle:
                 if "mlp.up" in layer:
                     y = np.maximum(row @ layer["mlp.up"][one], 0) ** 2 @ layer["mlp.down"][one]
                 else:
-                    y = _gated(row, layer["mlp.gate_up"][one], layer["mlp.down"][one])
-                mixed[token] += experts.scaling * share[one] / total * y[0]
+                    matrices = layer["mlp.gate_up"][one], layer["mlp.down"][one]
+                    y = _gated(row, *matrices, soft=self._traits.activation == "gelu_tanh")
+                mixed[token] += experts.scaling * factors[one] * share[one] / total * y[0]
         return mixed @ layer["mlp.after"] if "mlp.after" in layer else mixed
 
     def _norm(
@@ -193,15 +227,33 @@ class Oracle:
         return [self._normed(x, layer, f"attention.{name}_norm") for name, x in names]
 
     def _attention(
-        self, x: Array, layer: dict[str, Array], cos: Array, sin: Array, window: int | None
+        self,
+        x: Array,
+        layer: dict[str, Array],
+        cos: Array,
+        sin: Array,
+        window: int | None,
+        source: int,
     ) -> Array:
+        """Return the attention of a layer to the keys and values of the layer `source`."""
         gate = None
+        if source in self._kept:
+            query = self._normed(
+                np.tensordot(x, layer["attention.qkv"], 1), layer, "attention.query_norm"
+            )
+            query = _rotated(query, cos[:, None, None], sin[:, None, None])
+            return self._mixture(query, *self._kept[source], layer, window, None)
         if "attention.head_gate" in layer:
             gate = np.tensordot(x, layer["attention.head_gate"], 1)[..., None]
         if "attention.query_gate" in layer:
             both = np.tensordot(x, layer["attention.query_gate"], 1)
             pair = np.tensordot(x, layer["attention.key_value"], 1)
             query, gate, key, value = both[..., 0, :], both[..., 1, :], pair[:, :, 0], pair[:, :, 1]
+        elif layer["attention.qkv"].shape[2] == layer["attention.out"].shape[1] + 1 and (
+            "attention.value" not in layer
+        ):
+            qk = np.tensordot(x, layer["attention.qkv"], 1)
+            query, key, value = qk[:, :, :-1], qk[:, :, -1], qk[:, :, -1]
         elif "attention.value" in layer:
             qk = np.tensordot(x, layer["attention.qkv"], 1)
             value = self._config.scales.value * np.tensordot(x, layer["attention.value"], 1)
@@ -209,6 +261,8 @@ class Oracle:
         else:
             qkv = np.tensordot(x, layer["attention.qkv"], 1) + layer.get("attention.qkv_bias", 0)
             query, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+        if self._traits.norm_values:
+            value = self._norm(value, np.ones(value.shape[-1]), offset=0.0)
         if not self._traits.norm_after_rotation:
             query, key = self._heads_normed(query, key, layer)
         if self._traits.interleaved:
@@ -219,15 +273,27 @@ class Oracle:
         key = _rotated(key, cos[:, None], sin[:, None])
         if self._traits.norm_after_rotation:
             query, key = self._heads_normed(query, key, layer)
-        key, value = self._through_cache(key), self._through_cache(value)
+        self._last = self._through_cache(key), self._through_cache(value)
+        return self._mixture(query, *self._last, layer, window, gate)
+
+    def _mixture(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        layer: dict[str, Array],
+        window: int | None,
+        gate: Array | None,
+    ) -> Array:
+        """Return the projected attention of queries [T, K, G, H] to keys and values [T, K, H]."""
         # Query heads by the head of keys that they share: [K, G, T, H] and [K, 1, T, H].
         query = query.transpose(1, 2, 0, 3)
         key, value = key.transpose(1, 0, 2)[:, None], value.transpose(1, 0, 2)[:, None]
         scale = self._config.scales.attention or self._config.head_dim**-0.5
         scores = scale * (query @ key.swapaxes(-1, -2))
-        seen = np.tri(len(x), dtype=bool)
+        seen = np.tri(scores.shape[-1], dtype=bool)
         if window is not None:
-            seen &= ~np.tri(len(x), k=-window, dtype=bool)
+            seen &= ~np.tri(len(seen), k=-window, dtype=bool)
         scores = np.where(seen, scores, -np.inf)
         top = scores.max(axis=-1, keepdims=True)
         weights = np.exp(scores - top)
@@ -354,12 +420,14 @@ def _through_int8(x: Array) -> Array:
     return np.clip(np.rint(x / scale), -127, 127) * scale
 
 
-def _dense(x: Array, layer: dict[str, Array], name: str, factor: float = 1.0) -> Array:
-    """Apply an MLP. `factor` is that of its gate, before the activation."""
+def _dense(
+    x: Array, layer: dict[str, Array], name: str, factor: float = 1.0, soft: bool = False
+) -> Array:
+    """Apply an MLP. `factor` is that of its gate, before the activation: GELU if it is `soft`."""
     if f"{name}.up" not in layer:
         gate_up, bias = layer[f"{name}.gate_up"], layer.get(f"{name}.gate_up_bias", NO_BIAS)
         down = layer.get(f"{name}.down_bias", 0)
-        return _gated(x, gate_up, layer[f"{name}.down"], bias, factor) + down
+        return _gated(x, gate_up, layer[f"{name}.down"], bias, factor, soft) + down
     hidden = x @ layer[f"{name}.up"] + layer.get(f"{name}.up_bias", np.zeros((1, 1)))
     if f"{name}.curves" in layer:
         positive, negative = np.log1p(np.exp(layer[f"{name}.curves"])) + np.array([0, 0.5])
@@ -384,11 +452,22 @@ NO_BIAS = np.zeros((2, 1))
 
 
 def _gated(
-    x: Array, gate_up: Array, down: Array, bias: Array = NO_BIAS, factor: float = 1.0
+    x: Array,
+    gate_up: Array,
+    down: Array,
+    bias: Array = NO_BIAS,
+    factor: float = 1.0,
+    soft: bool = False,
 ) -> Array:
     gate, up = x @ gate_up.swapaxes(0, 1) + bias[:, None]
     gate = factor * gate
+    if soft:
+        return (_gelu(gate) * up) @ down
     return (gate / (1 + np.exp(-gate)) * up) @ down
+
+
+def _gelu(x: Array) -> Array:
+    return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
 
 def _rotated(x: Array, cos: Array, sin: Array) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,16 +47,19 @@ class PagedRunner:
         dtype = self.model.norm.dtype
 
         def pages(index: int) -> jax.Array:
-            heads = config.for_layer(index).num_key_value_heads if config.latent is None else 1
-            array = np.zeros((num_pages, heads, self.page_size, config.head_dim), dtype)
+            sized = config.for_layer(index)
+            heads = sized.num_key_value_heads if config.latent is None else 1
+            array = np.zeros((num_pages, heads, self.page_size, sized.head_dim), dtype)
             array[0] = np.nan
             return jnp.array(array)
 
+        self._sources = config.layers.sources or range(config.num_hidden_layers)
+        self._owners = set(filter(config.has_pages, self._sources))
         exact = np.promote_types(dtype, np.float32) if dtype != "bfloat16" else np.float32
         arrays = 2 if config.latent is None else 1
         self.kept = [
             Kept(
-                tuple(pages(index) for _ in range(arrays)) if config.has_pages(index) else (),
+                tuple(pages(index) for _ in range(arrays)) if index in self._owners else (),
                 tuple(
                     jnp.full((2 * self.num_rows, *part.shape), np.nan, exact)
                     for part in config.states_of(index)
@@ -69,8 +73,9 @@ class PagedRunner:
 
         def forward(leaves, tokens, step, kept):
             model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-            kept, _, hidden = model.advance(tokens, step, kept)
-            return model.logits(hidden), kept
+            groups = _OwnPages(self._sources, kept) if config.layers.sources else None
+            kept, _, hidden = model.advance(tokens, step, kept, groups)
+            return model.logits(hidden), kept if groups is None else groups.kept
 
         # Some products of 16-bit numbers need the fusions that are quick to leave out.
         narrow = self.model.norm.dtype.itemsize < 4
@@ -165,6 +170,20 @@ class PagedRunner:
             following = [[int(row[-1].argmax())] for row in steps[-1]]
             steps.append(self.run(following, pad_to if padded else 0))
         return [np.concatenate(row) for row in zip(*steps, strict=True)]
+
+
+class _OwnPages:
+    """Cache pages of which some layers read those of others."""
+
+    def __init__(self, sources: Sequence[int], kept: Sequence[Kept]) -> None:
+        self._sources, self.kept = sources, list(kept)
+
+    def of_layer(self, layer: int, step: PagedStep) -> tuple[Any, PagedStep]:
+        return self.kept[self._sources[layer]].pages, step
+
+    def put(self, layer: int, pages: Any) -> None:
+        source = self._sources[layer]
+        self.kept[source] = self.kept[source]._replace(pages=pages)
 
 
 def _padded(values: np.ndarray, pad: int, fill: int) -> jax.Array:

@@ -34,6 +34,7 @@ class Experts:
         alpha, limit: constants of gpt-oss's clamped activation.
         packed: the experts in the checkpoint are MXFP4.
         stacked: the checkpoint stores a matrix of all experts of a layer as one tensor.
+        beside: layers with experts have a dense MLP too, whose result is added.
     """
 
     count: int
@@ -55,6 +56,7 @@ class Experts:
     limit: float = 0.0
     packed: bool = False
     stacked: bool = False
+    beside: bool = False
 
 
 # Reads the experts of a model, given its fields and its number of layers.

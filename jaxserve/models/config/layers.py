@@ -22,7 +22,12 @@ class LayerTable:
             whose results are added. Empty: every layer has attention alone.
         mlps: whether each layer has an MLP or experts. Empty: every layer has.
         heads: number of query heads of each layer. Empty: all layers have as many.
-        kv_heads: the same for heads of keys and values.
+        kv_heads, head_dims: the same for heads of keys and values, and for the size of a head.
+        keys_as_values: whether attention takes the projected keys as values too. Empty: in no
+            layer.
+        sources: number of the layer whose cache pages each layer reads. Layers with another number
+            than their own have no pages. Empty: each layer has its own.
+        mlp_sizes: width of the MLP of each layer. Empty: all layers have the same.
     """
 
     windows: tuple[int | None, ...]
@@ -31,6 +36,14 @@ class LayerTable:
     mlps: tuple[bool, ...] = ()
     heads: tuple[int, ...] = ()
     kv_heads: tuple[int, ...] = ()
+    head_dims: tuple[int, ...] = ()
+    keys_as_values: tuple[bool, ...] = ()
+    sources: tuple[int, ...] = ()
+    mlp_sizes: tuple[int, ...] = ()
+
+    def reads_other(self, layer: int) -> bool:
+        """Return whether a layer reads the cache pages of another, and has none of its own."""
+        return bool(self.sources) and self.sources[layer] != layer
 
 
 # Reads a LayerTable, given the fields and the number of layers.

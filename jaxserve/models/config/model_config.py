@@ -97,12 +97,15 @@ class ModelConfig:
     declares, by default "float32". `local_rope` is the rotary embedding of layers with a window, if
     it differs. `attention_bias` applies to queries, keys and values, `output_bias` to the
     projection after attention. `head_dim` is the size of a head in the cache, or of a cell with
-    latent attention, `value_dim` that of a value if it is smaller. `experts`, `latent` and
-    `recurrent` (sizes of layers with states) are None for models without them. `extra_layers`
-    counts layers of the checkpoint that are not read. `wrapper` names the multimodal architecture
-    that contains this text model. `parts` has words in the names of other tensors of a wrapper that
-    is not listed (see `unlisted`), and is None for other models. `split` is the division over
-    devices. The class is hashable, so that modules can hold it.
+    latent attention, `value_dim` that of a value if it is smaller. `keys_as_values` states that
+    values are the projected keys, and `reads_other` that a layer reads the cache pages of another.
+    Where layers differ in these, `for_layer` gives those of a layer. `layer_inputs` is the size of
+    an input that each layer has, or 0. `experts`, `latent` and `recurrent` (sizes of layers with
+    states) are None for models without them. `extra_layers` counts layers of the checkpoint that
+    are not read. `wrapper` names the multimodal architecture that contains this text model. `parts`
+    has words in the names of other tensors of a wrapper that is not listed (see `unlisted`), and is
+    None for other models. `split` is the division over devices. The class is hashable, so that
+    modules can hold it.
     """
 
     architecture: str
@@ -137,6 +140,9 @@ class ModelConfig:
     split: Split = ONE_DEVICE
     out_norm_eps: float | None = None
     value_dim: int | None = None
+    keys_as_values: bool = False
+    reads_other: bool = False
+    layer_inputs: int = 0
 
     @classmethod
     def from_fields(
@@ -186,6 +192,7 @@ class ModelConfig:
             quantization=_quantization(fields, rules),
             out_norm_eps=_out_norm_eps(fields, rules),
             value_dim=_value_dim(fields, rules, sizes["head_dim"]),
+            layer_inputs=rules.layer_inputs(fields),
             **sizes,
         )
         _finish(fields, rules)
@@ -207,19 +214,33 @@ class ModelConfig:
 
     @property
     def has_own_heads(self) -> bool:
-        """Whether layers differ in their numbers of heads."""
-        return bool(self.layers.heads or self.layers.kv_heads)
+        """Whether layers differ in their numbers of heads, or in the sizes of heads."""
+        table = self.layers
+        listed = table.heads, table.kv_heads, table.head_dims, table.keys_as_values
+        return any((*listed, table.sources, table.mlp_sizes))
 
     def for_layer(self, layer: int) -> ModelConfig:
-        """Return the same ModelConfig with the numbers of heads of one layer."""
+        """Return the same ModelConfig with the numbers and sizes of heads of one layer."""
         if not self.has_own_heads:
             return self
-        heads, kv_heads = self.layers.heads, self.layers.kv_heads
-        return replace(
-            self,
-            num_attention_heads=heads[layer] if heads else self.num_attention_heads,
-            num_key_value_heads=kv_heads[layer] if kv_heads else self.num_key_value_heads,
-        )
+        table = self.layers
+        listed = {
+            "num_attention_heads": table.heads,
+            "num_key_value_heads": table.kv_heads,
+            "head_dim": table.head_dims,
+            "keys_as_values": table.keys_as_values,
+            "reads_other": tuple(map(table.reads_other, range(len(table.sources)))),
+            "intermediate_size": table.mlp_sizes,
+        }
+        return replace(self, **{name: values[layer] for name, values in listed.items() if values})
+
+    @cached_property
+    def sized(self) -> tuple[ModelConfig, ...]:
+        """This ModelConfig with each of the different numbers and sizes of heads (`for_layer`)."""
+        if not self.has_own_heads:
+            return (self,)
+        layers = filter(self.has_pages, range(self.num_hidden_layers))
+        return tuple(dict.fromkeys(map(self.for_layer, layers)))
 
     def mixers_of(self, layer: int) -> tuple[str, ...]:
         """Return the names of a layer's mixers (see `models.mixers`)."""
@@ -248,7 +269,12 @@ class ModelConfig:
         for layer in filter(self.has_pages, range(self.num_hidden_layers)):
             window = self.layers.windows[layer]
             name = "attention" if window is None else f"window {window}"
-            shape = self.num_key_value_heads, self.head_dim, self.head_dim
+            sized = self.for_layer(layer)
+            if sized.reads_other:
+                continue
+            # A head that several devices have counts once for each of them.
+            heads = max(sized.num_key_value_heads, self.split.devices)
+            shape = heads, sized.head_dim, sized.head_dim
             if self.latent is not None:
                 name, shape = "latent", (1, self.head_dim, 0)
             kinds.setdefault((name, *shape, window), []).append(layer)
@@ -256,7 +282,7 @@ class ModelConfig:
             PageKind(name, tuple(layers), heads, key, value, window)
             for (name, heads, key, value, window), layers in kinds.items()
         )
-        return PageLayout.of(tuple(described), self.num_hidden_layers)
+        return PageLayout.of(tuple(described), self.num_hidden_layers, self.layers.sources)
 
     @property
     def num_page_layers(self) -> int:

@@ -19,7 +19,8 @@ class PageKind:
     Attributes:
         name: name for reports and metrics.
         layers: numbers of the layers.
-        heads: number of kv heads, on all devices together.
+        heads: number of kv heads, on all devices together. A head that several devices have counts
+            once for each of them.
         key_size: size of a key of a head.
         value_size: size of a value of a head, or 0 if values are a part of the keys (latents).
         window: number of positions that a query sees, its own included, or None for all.
@@ -76,12 +77,15 @@ class PageLayout:
     places: tuple[LayerPlace | None, ...]
 
     @classmethod
-    def of(cls, kinds: tuple[PageKind, ...], num_layers: int) -> PageLayout:
+    def of(
+        cls, kinds: tuple[PageKind, ...], num_layers: int, sources: tuple[int, ...] = ()
+    ) -> PageLayout:
         """Return the layout of kinds of pages in the fewest groups that waste little memory.
 
         Args:
             kinds: the kinds of pages.
             num_layers: number of layers of the model, with and without cache pages.
+            sources: number of the layer whose pages each layer reads. Empty: its own.
 
         Raises:
             UnsupportedModel: the pages of two kinds cannot have equally many bytes.
@@ -95,6 +99,8 @@ class PageLayout:
             for index, layer in enumerate(kind.layers):
                 places[layer] = LayerPlace(number, first + index // depth, index % depth)
             first += -(-len(kind.layers) // depth)
+        if sources:
+            places = [places[source] for source in sources]
         layout = cls(kinds, depth, tuple(places))
         for number in range(len(kinds)):
             layout.splits(number)
@@ -123,6 +129,16 @@ class PageLayout:
                 "and values of each kind of layer that are the same multiple of the smallest"
             )
         return next(iter(times))[0]
+
+    @property
+    def most_splits(self) -> int:
+        """Most pages of a group into which the tokens of a block are divided, at least 1."""
+        return max(map(self.splits, range(len(self.kinds))), default=1)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether an array has the pages of several layers."""
+        return len([place for place in self.places if place is not None]) > self.depth
 
     @property
     def is_uniform(self) -> bool:

@@ -164,6 +164,7 @@ class RopeRules:
             to use the base of the other layers.
         partial: the default of `partial_rotary_factor`, in families that have this field.
         size: another field with the same meaning: the number of rotated dimensions of a head.
+        full_size: returns the size of a head of layers without a window, if it differs.
         backwards: whether pairs are turned by the negative angles.
         stretched: whether "dynamic" scaling with `alpha` is a fixed one, which multiplies the base
             by alpha ** (d / (d - 2)) for d rotated dimensions.
@@ -182,6 +183,7 @@ class RopeRules:
     local_theta: float | None = None
     partial: float | None = None
     size: str | None = None
+    full_size: Callable[[Fields], int] | None = None
     backwards: bool = False
     stretched: bool = False
     original_outside: bool = False
@@ -233,8 +235,11 @@ def read_ropes(
         fields.refuse("rope_parameters", f"a mapping of {' and '.join(sorted(LAYER_TYPES))}")
         return Rope(theta), Rope(local_theta)
     full, local = (parameters[kind] for kind in sorted(LAYER_TYPES))
+    whole = outer
+    if rules.full_size is not None:
+        whole = replace(outer, head_dim=rules.full_size(fields))
     return (
-        outer.read(full, "rope_parameters.full_attention", theta),
+        whole.read(full, "rope_parameters.full_attention", theta),
         outer.read(local, "rope_parameters.sliding_attention", local_theta),
     )
 

@@ -59,6 +59,11 @@ def plain_mlp(fields: Fields) -> int:
     return fields.integer("intermediate_size", 1, MAX_MLP)
 
 
+def no_inputs(fields: Fields) -> int:
+    """Return 0, for models whose layers have no inputs of their own."""
+    return 0
+
+
 def no_mlp(fields: Fields) -> int:
     """Return a width of 1, for a model whose layers all have experts."""
     return 1
@@ -87,6 +92,7 @@ class ConfigRules:
         out_norm_eps: the field with the epsilon of norms of the results of attention and MLP, if it
             differs.
         value_dim: the field with the size of a value head, if it differs from `head_dim`.
+        layer_inputs: reads the size of an input that each layer has, or 0 without one.
         qk_norm: the field that enables the family's norms of queries and keys, if it has one.
         length: the field with the number of positions to serve, instead of
             `max_position_embeddings`.
@@ -116,6 +122,7 @@ class ConfigRules:
     norm_eps: str = "rms_norm_eps"
     out_norm_eps: str | None = None
     value_dim: str | None = None
+    layer_inputs: Callable[[Fields], int] = no_inputs
     qk_norm: str | None = None
     length: str | None = None
     layers: ReadLayers = full_attention

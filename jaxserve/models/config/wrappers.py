@@ -44,6 +44,8 @@ _THINKER = ("thinker_config", "text_config")
 WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
     {
         "Gemma3ForConditionalGeneration": Wrapper("gemma3", "gemma3_text"),
+        "Gemma4ForConditionalGeneration": Wrapper("gemma4", "gemma4_text"),
+        "Gemma4UnifiedForConditionalGeneration": Wrapper("gemma4_unified", "gemma4_unified_text"),
         "Mistral3ForConditionalGeneration": Wrapper("mistral3", "mistral"),
         "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl", "qwen2_vl_text", flat=True),
         "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl", "qwen2_5_vl_text", flat=True),
@@ -150,6 +152,20 @@ _QWEN3_5: Raw = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
 }
+_GEMMA4: Raw = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 512,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
 DEFAULTS: Mapping[str, Raw] = MappingProxyType(
     {
         "qwen3_5_text": _QWEN3_5,
@@ -190,6 +206,12 @@ DEFAULTS: Mapping[str, Raw] = MappingProxyType(
             "sliding_window": 4096,
             "bos_token_id": 2,
             "eos_token_id": 1,
+        },
+        "gemma4_text": {**_GEMMA4, "hidden_size_per_layer_input": 256},
+        "gemma4_unified_text": {
+            **_GEMMA4,
+            "max_position_embeddings": 262144,
+            "sliding_window": 1024,
         },
         "cohere2": {
             "vocab_size": 256000,

@@ -351,7 +351,7 @@ class Generation:
 
     def _num_published(self) -> int:
         config = self.model.llm.config
-        if not config.enable_prefix_caching:
+        if not config.enable_prefix_caching or config.block_size is None:
             return 0
         size = config.block_size
         full = [len(request.prompt_token_ids) // size * size for request in self.requests]

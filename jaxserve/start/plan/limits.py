@@ -42,7 +42,7 @@ def slot_table(config: EngineConfig, model_config: ModelConfig) -> SlotTable:
         config: resolved settings.
         model_config: configuration of the model, whose attention windows limit the pages of a slot.
     """
-    assert config.max_num_seqs and config.max_model_len
+    assert config.max_num_seqs and config.max_model_len and config.block_size
     return SlotTable(
         config.max_num_seqs,
         config.max_model_len,

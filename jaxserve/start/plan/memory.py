@@ -118,15 +118,17 @@ def temporary_bytes(config: ModelConfig, dtype: Any, sizes: Sizes, limits: Devic
     """
     item, devices = jnp.dtype(dtype).itemsize, config.split.devices
     heads = config.num_attention_heads // devices  # of queries on each device
-    numbers = local_kv_heads(config) * (group_of(config) + 2) * config.head_dim
-    if (latent := config.latent) is not None:
-        # For each head: a query and its absorbed form, a mixture of latents and a value.
-        numbers = heads * (latent.key + config.head_dim + latent.rank + latent.value) // 2
-    widest = max(3 * config.intermediate_size // devices, 2 * numbers)
-    if (context := config.split.context) > 1:
-        # For the heads of all devices: scaled queries, sums, and the other devices' parts of both.
-        heads = group_of(config) if config.latent is None else heads
-        widest = max(widest, 4 * context * heads * (config.head_dim + 2))
+    widest, context = 3 * config.intermediate_size // devices, config.split.context
+    for sized in config.sized:
+        group, size = group_of(sized), sized.head_dim
+        numbers = local_kv_heads(sized) * (group + 2) * size
+        if (latent := config.latent) is not None:
+            # For each head: a query and its absorbed form, a mixture of latents and a value.
+            numbers = heads * (latent.key + size + latent.rank + latent.value) // 2
+            group = heads
+        widest = max(widest, 2 * numbers)
+        if context > 1:  # queries, sums, and the other devices' parts of both, for all heads
+            widest = max(widest, 4 * context * group * (size + 2))
     if (experts := config.experts) is not None:
         # For each chosen expert a row of inputs, of gates, of gated values and of outputs.
         size = experts.size if config.split.expert_parallel else experts.size // devices
@@ -200,6 +202,7 @@ def count_pages(
     else:
         counts = _host_pages(config, model, asked_length, page, room)
     # Cells of the cache are numbered with 32 bits.
+    assert config.block_size is not None
     most, platform = 2**31 // config.block_size - 1, "gpu" if is_gpu else "cpu"
     arrays = len(model.page_layout.kinds[0].sizes) if model.page_layout.kinds else 1
     layer_page = page // arrays // max(1, model.page_layout.depth)
@@ -237,6 +240,7 @@ def room_of(config: EngineConfig, model: ModelConfig, num_pages: int) -> CacheRo
         model: configuration of the model.
         num_pages: pages of the KV cache.
     """
+    assert config.block_size is not None
     step = config.max_num_batched_tokens or 1
     chunk = config.long_prefill_token_threshold or step
     return CacheRoom(pool_kinds(model), num_pages - 1, config.block_size, chunk, step)
@@ -263,7 +267,7 @@ def cpu_page_budget(config: EngineConfig, page_bytes: int, model: ModelConfig) -
             number.
         model: configuration of the model.
     """
-    assert config.max_num_seqs and config.max_model_len
+    assert config.max_num_seqs and config.max_model_len and config.block_size
     if page_bytes and config.kv_cache_memory_bytes is not None:
         return int(config.kv_cache_memory_bytes * config.memory_share) // page_bytes
     parts, blocks = model.page_layout.parts, -(-config.max_model_len // config.block_size)

@@ -25,6 +25,7 @@ from jaxserve.start.plan.model_shapes import ModelShapes
 from jaxserve.start.plan.start_plan import StartPlan
 from jaxserve.start.plan.weights import Weights
 from jaxserve.weights.quantize import FORMS
+from pallas_kernels.arguments import INT8
 
 # Slots below which smaller steps are tried before fewer slots.
 FEW_SLOTS = 16
@@ -111,8 +112,8 @@ def _plan(
     config: EngineConfig, weights: Weights, form: str | None, device: DeviceMemory, sizes: Sizes
 ) -> StartPlan:
     platform = "gpu" if device.limits.is_gpu else "cpu"
-    context = weights.config.context_length
-    resolved = config.resolve(platform, context, (sizes.seqs, sizes.tokens))
+    context, layout = weights.config.context_length, weights.config.page_layout
+    resolved = config.resolve(platform, context, (sizes.seqs, sizes.tokens), layout.most_splits)
     share = config.gpu_memory_utilization or sizes.share
     plan = plan_of_shapes(
         resolved, weights.config, weights.shapes(form), weights.dtype, device, share
@@ -142,7 +143,7 @@ def plan_of_shapes(
         InvalidRequest: state_cache_bytes is smaller than one state, and not 0.
     """
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
-    assert seqs and tokens
+    assert seqs and tokens and config.block_size
     is_gpu = device.limits.is_gpu
     pages_dtype = kv_dtype(config.kv_cache_dtype, dtype, "gpu" if is_gpu else "cpu")
     sizes = Sizes(share, seqs, tokens)
@@ -164,6 +165,7 @@ def plan_of_shapes(
         least_pages=0,
     )
     _check_state_cache(plan)
+    _check_pages(plan)
     return plan.sized()
 
 
@@ -175,6 +177,30 @@ def _check_state_cache(plan: StartPlan) -> None:
             f"state_cache_bytes is {size:,}, less than the states of one prefix take; allowed: 0, "
             f"which disables the reuse of prefixes, or at least {least:,}",
             "state_cache_bytes",
+        )
+
+
+def _check_pages(plan: StartPlan) -> None:
+    """Check that the pages of all kinds of layers divide a block, and have no scales of tokens.
+
+    Raises:
+        InvalidRequest: kv_cache_dtype or decode_context_parallel_size does not suit pages of
+            different sizes.
+    """
+    layout, split = plan.model_config.page_layout, plan.model_config.split
+    if plan.kv_dtype == INT8 and not layout.is_uniform:
+        raise InvalidRequest(
+            "kv_cache_dtype is int8_per_token_head, and pages of this model's layers have "
+            "different numbers of tokens, for whose scales they have no equal room; allowed: auto, "
+            "fp8",
+            "kv_cache_dtype",
+        )
+    least = plan.block_size // layout.most_splits
+    if least % split.context:
+        raise InvalidRequest(
+            f"decode_context_parallel_size is {split.context}, and the smallest pages of this "
+            f"model have {least} tokens; allowed: a divisor of {least}, or a larger block_size",
+            "decode_context_parallel_size",
         )
 
 

@@ -98,7 +98,8 @@ class StartPlan:
 
     @property
     def block_size(self) -> int:
-        """Number of tokens in a page of the KV cache."""
+        """Number of tokens in a block of the KV cache."""
+        assert self.config.block_size is not None
         return self.config.block_size
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from operator import mul
 from types import MappingProxyType
 
+from jaxserve.models import ModelConfig
 from jaxserve.models.shards import group_of, local_kv_heads
 from jaxserve.start.plan.weights import Weights
 
@@ -149,11 +150,10 @@ class StepTimes:
         if (context := config.split.context) > 1:
             # In each layer with attention, queries go to other devices of the kv head, and results
             # back. Each of both moves half of the bytes of a sum over equally large arrays.
-            heads, value = group_of(config), config.head_dim
-            if config.latent is not None:
-                heads, value = self._heads, config.latent.rank
-            size = tokens * context * heads * (value + 2) * _SUMMED
-            sums += 2 * config.num_page_layers * sum_seconds(context, size / 2, self.card)
+            for sized in self._attentions:
+                heads = group_of(sized) * (1 if config.latent is None else local_kv_heads(sized))
+                size = tokens * context * heads * (_value_size(sized) + 2) * _SUMMED
+                sums += 2 * sum_seconds(context, size / 2, self.card)
         return StepTime(tokens, read / self.bandwidth, work / _FLOPS[self.card], sums)
 
     def _seen(self, context: int) -> float:
@@ -166,14 +166,21 @@ class StepTimes:
         return sum(map(mul, sizes, seen)) / max(1, sum(sizes))
 
     @property
-    def _heads(self) -> int:
-        config = self.weights.config
-        return local_kv_heads(config) * group_of(config)
-
-    @property
     def _attention(self) -> float:
         # Operations per token and attended position, in all layers with attention of a device.
-        # A key is as long as a value, except with latents.
+        return 2.0 * sum(
+            local_kv_heads(one) * group_of(one) * (one.head_dim + _value_size(one))
+            for one in self._attentions
+        )
+
+    @property
+    def _attentions(self) -> list[ModelConfig]:
+        """The configuration of each layer with attention."""
         config = self.weights.config
-        value = config.head_dim if config.latent is None else config.latent.rank
-        return 2.0 * config.num_page_layers * self._heads * (config.head_dim + value)
+        layers = filter(config.has_pages, range(config.num_hidden_layers))
+        return list(map(config.for_layer, layers))
+
+
+def _value_size(config: ModelConfig) -> int:
+    # A value is as long as a key, except with latents.
+    return config.head_dim if config.latent is None else config.latent.rank

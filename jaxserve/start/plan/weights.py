@@ -19,6 +19,9 @@ from jaxserve.weights.converted import ConvertedModel
 from jaxserve.weights.model_weights import parameters_of
 from jaxserve.weights.shapes import PLAIN, DeviceLayout, Stored, shapes_of_model
 
+# Tables of which a step reads the rows of its tokens alone.
+TABLES = ("embedding.table", "layer_inputs.table")
+
 
 class Weights:
     """Shapes and sizes of a model's weights in each form, computed without the arrays.
@@ -96,13 +99,13 @@ class Weights:
         name = "project" if "embedding.project" in parameters else "table"
         for path, parameter in parameters.items():
             axes = parameter.get_metadata()["axes"]
-            if path.startswith("embedding.") or len(axes) < 2:
+            if path.startswith("embedding.") or path == TABLES[1] or len(axes) < 2:
                 continue
-            size = _own_size(config, parameter)
+            size = _own_size(config, parameter, path)
             if experts is not None and axes in EXPERTS and axes[0] == "experts":
                 size = size * experts.chosen // count
             each += size
-        return each, _own_size(config, parameters[f"embedding.{name}"])
+        return each, _own_size(config, parameters[f"embedding.{name}"], "embedding")
 
 
 def read_bytes(shapes: ModelShapes, config: ModelConfig, tokens: int) -> int:
@@ -127,12 +130,12 @@ def read_bytes(shapes: ModelShapes, config: ModelConfig, tokens: int) -> int:
             missed = (1 - experts.chosen / count) ** (tokens - 1)
             chosen = count - (count - experts.chosen) * missed
             size = int(size * chosen / count)
-        if path != "embedding.table" or is_tied:
+        if path not in TABLES or (path == TABLES[0] and is_tied):
             read += size
     return read
 
 
-def _own_size(config: ModelConfig, parameter: Any) -> int:
+def _own_size(config: ModelConfig, parameter: Any, path: str) -> int:
     # Elements of the parameter on the first device.
     axes = parameter.get_metadata()["axes"]
-    return prod(part_of(config, axes, tuple(parameter.shape), 0).own_shape)
+    return prod(part_of(config, axes, tuple(parameter.shape), 0, path).own_shape)

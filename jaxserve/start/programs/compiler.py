@@ -108,7 +108,7 @@ class Compiler:
             keeps_states=self._keeps_states,
         )
         layout = plan.model_config.page_layout
-        self._layout = layout if len(layout.kinds) > 1 else None
+        self._layout = layout if layout.is_shared else None
 
     def null_batch(self, bucket: Bucket) -> Int32[np.ndarray, " N"]:
         """Return a packed batch (see `pack`) without rows. It changes no page and slot in use."""

@@ -11,7 +11,7 @@ from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.execution.mesh import Mesh
 from jaxserve.execution.runner import OnProgress
 from jaxserve.models import Decoder, ModelConfig, parse_model_config, read_config_fields
-from jaxserve.models.shards import Split, check_pages, check_split
+from jaxserve.models.shards import Split, check_split
 from jaxserve.settings.config import EngineConfig, bundled_model
 from jaxserve.settings.overrides import overridden
 from jaxserve.start.sources.expert_load import placement_of
@@ -142,7 +142,6 @@ def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
         config.all_reduce == "pallas",
     )
     divided = replace(model_config, split=split)
-    check_pages(divided)
     check_split(divided)
     return divided
 
