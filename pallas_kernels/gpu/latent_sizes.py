@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.gpu.triton_tile import power_of_two
+from pallas_kernels.devices import KIB
 from pallas_kernels.latent_arguments import LatentCase
 
 
@@ -17,9 +17,9 @@ class LatentConfig:
 
     tile_rows: int  # rows (tokens x heads) of a tile, a power of two from 16 on
     block_tokens: int  # positions per loop step
-    num_warps: int
-    num_stages: int  # a stage is one block of cells in flight
+    num_stages: int  # of the loop over blocks
     widest: int  # most numbers of a part of a cell, a power of two
+    num_warps: int = 8
     programs_per_sm: int = 1  # programs per SM over which all positions of the step are divided
     merged_pieces: int = 16  # parts that a merging program reads at a time
 
@@ -47,21 +47,30 @@ def merged_columns(rank: int) -> int:
     return min(256, rank & -rank)
 
 
-def latent_config(case: LatentCase, one_query: bool) -> LatentConfig:
-    """Return the block sizes for a call.
+def most_rows(case: LatentCase) -> int:
+    """Return the most rows of a tile whose sums of values fit the registers of a program."""
+    if case.query_dtype.itemsize == 4:  # without tensor cores
+        return 16
+    # From 10.0 on products of 64 rows take the memory of tensors, and the sums leave none of it.
+    return 32 if case.device.capability[0] in (10, 11) else 64
 
-    Args:
-        case: shapes, dtypes and device of the call.
-        one_query: whether every row has one token at most.
-    """
-    exact, narrow = case.query_dtype.itemsize == 4, case.page_dtype.itemsize == 1
-    if exact:  # without tensor cores: small tiles, many threads
-        config = LatentConfig(16, 16, num_warps=8, num_stages=1, widest=64)
-    elif case.device.has_wgmma:
-        config = LatentConfig(64, 64, num_warps=8, num_stages=2, widest=512)
-    else:
-        config = LatentConfig(32, 32, num_warps=8, num_stages=2, widest=512)
-    if one_query:
-        rows = max(16, power_of_two(heads_of_tile(case.N, config.tile_rows)))
-        config = dataclasses.replace(config, tile_rows=rows)
-    return config
+
+def latent_config(case: LatentCase, rows: int) -> LatentConfig:
+    """Return the block sizes for tiles of `rows` rows: 16, 32 or 64."""
+    shared, narrow = case.device.shared_memory, case.page_dtype.itemsize == 1
+    if case.query_dtype.itemsize == 4:  # small tiles, many threads
+        return LatentConfig(rows, 16, num_stages=1, widest=64)
+    if rows == 64:
+        if case.device.has_wgmma:
+            return LatentConfig(rows, 32, num_stages=2, widest=64)
+        if shared >= 128 * KIB:
+            return LatentConfig(rows, 32, num_stages=2, widest=256)
+        return LatentConfig(rows, 16, num_stages=2, widest=128)
+    # The loop loads page ids one turn before their cells, so 5 stages have two blocks in flight.
+    if rows == 32:
+        return LatentConfig(rows, 32 if shared >= 128 * KIB else 16, num_stages=5, widest=512)
+    if shared >= 192 * KIB:
+        return LatentConfig(rows, 32, num_stages=5, widest=512, programs_per_sm=2)
+    if shared >= 128 * KIB:
+        return LatentConfig(rows, 32, num_stages=4, widest=512, programs_per_sm=2)
+    return LatentConfig(rows, 32, num_stages=5, widest=512)

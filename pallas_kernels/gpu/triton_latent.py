@@ -34,6 +34,7 @@ from pallas_kernels.gpu.latent_sizes import (
     heads_of_tile,
     latent_config,
     merged_columns,
+    most_rows,
 )
 from pallas_kernels.gpu.triton_plan import (
     BLOCK,
@@ -55,11 +56,10 @@ from pallas_kernels.gpu.triton_tile import (
     NEGATIVE,
     Parts,
     Softmax,
-    Span,
     TileSpec,
     ceil_div,
+    power_of_two,
     spread,
-    tile_bounds,
 )
 from pallas_kernels.gpu.tuning import DecodeConfig, fit_block
 from pallas_kernels.latent_arguments import LatentCase, LatentOptions, latent_case
@@ -143,8 +143,7 @@ def _attend(
     shift, rows = spec.page_size.bit_length() - 1, spec.tile_rows
     local, head, valid = tile.rows_of(head_tile, size)
     position = first + local
-    begin, end, _, full_end = tile_bounds(first, first + size - 1, None)
-    span = Span(begin, end, begin, full_end, *blocks)
+    end = first + size
     factor = spec.scale * LOG2E
     factor = factor * refs["scale"][0] if "scale" in refs else factor
 
@@ -156,36 +155,27 @@ def _attend(
 
     queries = [queries_of(part) for part in (*tile.values, *tile.others)]
 
-    def step(i: jax.Array, carry: Softmax, masked: bool) -> Softmax:
-        """Return sums, maxima and weights after block i. `masked` hides cells without a query."""
+    def step(i: jax.Array, carry: Softmax) -> Softmax:
+        """Return sums of values, maxima and sums of weights after block i."""
         acc, top, total = carry
         key_position = i * block + jnp.arange(block)
-        if block <= spec.page_size:
-            page = refs["table"][row, lax.shift_right_logical(i * block, shift)]
-            inside: Any = pl.ds(lax.bitwise_and(i * block, spec.page_size - 1), block)
-        else:
-            read = jnp.minimum(key_position, span.end - 1) if masked else key_position
-            page = refs["table"][row, lax.shift_right_logical(read, shift)]
-            inside = lax.bitwise_and(read, spec.page_size - 1)
+        # A position after the last one reads the last cell. Its weight is 0, while an unused cell
+        # could be NaN. Page ids after the row's last page may be invalid.
+        read = jnp.minimum(key_position, end - 1)
+        page = refs["table"][row, lax.shift_right_logical(read, shift)]
+        inside = lax.bitwise_and(read, spec.page_size - 1)
 
         def cells_of(part: tuple[int, int]) -> jax.Array:
-            cells = spec.widen(refs["cells"][page, 0, inside, pl.ds(*part)])
-            if not masked:
-                return cells
-            # A cell after the last position can be NaN, and its weight is 0.
-            exists = spread(key_position < span.end, cells.shape, 0)
-            return jnp.where(exists, cells, jnp.zeros_like(cells))
+            return spec.widen(refs["cells"][page, 0, inside, pl.ds(*part)])
 
         values = [cells_of(part) for part in tile.values]
         others = [cells_of(part) for part in tile.others]
         scores: Any = sum(
-            _dot(query, cells.T)
-            for query, cells in zip(queries, (*values, *others), strict=True)
+            _dot(query, cells.T) for query, cells in zip(queries, (*values, *others), strict=True)
         )
         scores = scores * factor
-        if masked:
-            key, query = spread(key_position, scores.shape, 1), spread(position, scores.shape, 0)
-            scores = jnp.where(key <= query, scores, -jnp.inf)
+        key, query = spread(key_position, scores.shape, 1), spread(position, scores.shape, 0)
+        scores = jnp.where(key <= query, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1))
         shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores - spread(new_top, scores.shape, 0))
@@ -202,12 +192,7 @@ def _attend(
         jnp.full((rows,), NEGATIVE, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
     )
-    whole = lax.div(span.full_end, jnp.int32(block))
-    whole = jnp.clip(whole, span.first_block, span.last_block)
-    carry = lax.fori_loop(
-        span.first_block, whole, lambda i, c: step(i, c, masked=False), carry
-    )
-    return lax.fori_loop(whole, span.last_block, lambda i, c: step(i, c, masked=True), carry)
+    return lax.fori_loop(*blocks, step, carry)
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -484,15 +469,21 @@ def latent_attention(
         interpret: run the kernels as plain JAX on any device.
     """
     case = latent_case(arrays, options)
-    config = config or latent_config(case, one_query)
-    tile = LatentTile.of(case, config, options)
-    head_tiles, queries = case.N // tile.group, config.tile_rows // tile.group
-    tiles = 1 if one_query else MOST_TILES
-    sizes = DecodeConfig(tile.spec.block_tokens, programs_per_sm=config.programs_per_sm)
+    most = most_rows(case)
+    heads = heads_of_tile(case.N, most)
+    few_config = config or latent_config(case, max(16, power_of_two(heads)))
+    tile = LatentTile.of(case, few_config, options)
+    sizes = DecodeConfig(
+        tile.spec.block_tokens, programs_per_sm=few_config.programs_per_sm
+    )
+    head_tiles = case.N // tile.group
     divided = dataclasses.replace(case, K=head_tiles)
-    plan = SplitPlan.of(divided, sizes, None, 1 if one_query else queries, tiles)
-    split = LatentSplit(tile, plan, head_tiles, config, interpret)
+    queries, tiles = (1, 1) if one_query else (few_config.tile_rows // tile.group, MOST_TILES)
+    plan = SplitPlan.of(divided, sizes, None, queries, tiles)
+    split = LatentSplit(tile, plan, head_tiles, few_config, interpret)
     if one_query:
         return _of_shares(arrays._replace(query_start=None), options, split)
+    config = config or latent_config(case, most)
+    tile = LatentTile.of(case, config, options)
     out = _of_tiles(arrays, options, tile, config, plan.few, interpret)
     return _of_shares(arrays, options, split, out)
