@@ -51,15 +51,18 @@ def most_rows(case: LatentCase) -> int:
     """Return the most rows of a tile whose sums of values fit the registers of a program."""
     if case.query_dtype.itemsize == 4:  # without tensor cores
         return 16
-    # From 10.0 on products of 64 rows take the memory of tensors, and the sums leave none of it.
-    return 32 if case.device.capability[0] in (10, 11) else 64
+    # On 10.0 and 11.0, products of 64 rows are in tensor memory, which the sums fill. Without
+    # products of warpgroups, conversion of float8 takes registers.
+    has_few = case.device.capability[0] in (10, 11)
+    has_few |= case.page_dtype.itemsize == 1 and not case.device.has_wgmma
+    return 32 if has_few else 64
 
 
 def latent_config(case: LatentCase, rows: int) -> LatentConfig:
     """Return the block sizes for tiles of `rows` rows: 16, 32 or 64."""
-    shared, narrow = case.device.shared_memory, case.page_dtype.itemsize == 1
+    shared = case.device.shared_memory
     if case.query_dtype.itemsize == 4:  # small tiles, many threads
-        return LatentConfig(rows, 16, num_stages=1, widest=64)
+        return LatentConfig(rows, 16, num_stages=1, widest=128)
     if rows == 64:
         if case.device.has_wgmma:
             return LatentConfig(rows, 32, num_stages=2, widest=64)

@@ -54,7 +54,6 @@ from pallas_kernels.gpu.triton_ragged import MOST_TILES, tile_plan
 from pallas_kernels.gpu.triton_tile import (
     LOG2E,
     NEGATIVE,
-    Parts,
     Softmax,
     TileSpec,
     ceil_div,
@@ -473,9 +472,7 @@ def latent_attention(
     heads = heads_of_tile(case.N, most)
     few_config = config or latent_config(case, max(16, power_of_two(heads)))
     tile = LatentTile.of(case, few_config, options)
-    sizes = DecodeConfig(
-        tile.spec.block_tokens, programs_per_sm=few_config.programs_per_sm
-    )
+    sizes = DecodeConfig(tile.spec.block_tokens, programs_per_sm=few_config.programs_per_sm)
     head_tiles = case.N // tile.group
     divided = dataclasses.replace(case, K=head_tiles)
     queries, tiles = (1, 1) if one_query else (few_config.tile_rows // tile.group, MOST_TILES)

@@ -35,6 +35,8 @@ CASES = {case.name: case for case in all_cases()}
         "decode-bf16-h48-shared",
         "ragged-fp8-h64",
         "ragged-bf16-h64-g1-window",
+        "latent-decode-f16-over-fp8-80",
+        "latent-f32-32",
     ],
 )
 def test_plain_attention_is_the_specification(name: str) -> None:
