@@ -77,7 +77,9 @@ class LatentAttentionCase(AttentionCase):
         cells[..., :EDGE_COLUMNS] *= np.where(edges, LOUD, 1.0)[:, None, :, None]
         return cells
 
-    def operands(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], LatentOptions]:
+    def operands(
+        self, arrays: tuple[Any, ...]
+    ) -> tuple[tuple[Any, Any, Any, Any, Any], LatentOptions]:
         """Return the arrays of the operation from the program's arguments, and its options."""
         arrays, scale = (arrays[:-1], arrays[-1]) if self.page_dtype == "fp8" else (arrays, None)
         q, cells, table, *starts, lengths = arrays
@@ -93,7 +95,7 @@ class LatentAttentionCase(AttentionCase):
     def expected(self) -> list[np.ndarray]:
         """Compute the specified results, in float64."""
         (q, cells, *rest), options = self.operands(tuple(self.arguments()))
-        scale = options.cache_scale
+        scale = None if options.cache_scale is None else np.asarray(options.cache_scale)
         found = attention(
             *(q, cells, cells, *(np.asarray(array) for array in rest)),
             scale=options.scale,
