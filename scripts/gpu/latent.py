@@ -95,18 +95,27 @@ def _options(size: LatentSize, scale: tuple[jax.Array, ...]) -> LatentOptions:
     return LatentOptions(size.case.sizes[0], SCALE, *scale)
 
 
+def _run(size: LatentSize, implementation: str, *arrays: jax.Array) -> jax.Array:
+    q, cells, table, starts, lengths, *scale = arrays
+    return latent_attention(
+        *(q, cells, table, starts, lengths),
+        _options(size, tuple(scale)),
+        one_query=not size.tokens,
+        implementation=implementation,
+    )
+
+
 def check(size: LatentSize, implementation: str) -> dict[str, Any]:
     """Compare a call with the specification in float32."""
     arrays = latent_arrays(size, spread_lengths(size.rows, size.context))
-    is_decode = not size.tokens
 
     def kernel(*arrays: jax.Array) -> jax.Array:
-        main, options = arrays[:5], _options(size, arrays[5:])
-        return latent_attention(*main, options, one_query=is_decode, implementation=implementation)
+        return _run(size, implementation, *arrays)
 
-    def specification(q: jax.Array, *rest: jax.Array) -> jax.Array:
-        main, options = rest[:4], _options(size, rest[4:])
-        wide = as_attention(q.astype(jnp.float32), *main)
+    def specification(*arrays: jax.Array) -> jax.Array:
+        q, cells, table, starts, lengths, *scale = arrays
+        options = _options(size, tuple(scale))
+        wide = as_attention(q.astype(jnp.float32), cells, table, starts, lengths)
         return reference.latent_attention(wide, options.attention, options.rank)
 
     actual = jax.jit(kernel)(*arrays)
@@ -119,13 +128,10 @@ def time_call(size: LatentSize, setting: Setting) -> dict[str, Any]:
     The bytes are those of the cells, read once, of the queries and of the results.
     """
     arrays = latent_arrays(size, np.full(size.rows, size.context))
-    is_decode, (rank, cell) = not size.tokens, size.case.sizes
+    rank, cell = size.case.sizes
 
     def call(q: jax.Array, *rest: jax.Array) -> jax.Array:
-        main, options = rest[:4], _options(size, rest[4:])
-        out = latent_attention(
-            q, *main, options, one_query=is_decode, implementation=setting.kernel
-        )
+        out = _run(size, setting.kernel, q, *rest)
         # The next call follows this one.
         return jax.lax.dynamic_update_slice(q, out.astype(q.dtype), (0, 0, 0))
 

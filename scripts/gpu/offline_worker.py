@@ -203,8 +203,9 @@ def compile_latent(case: LatentCase, compiler: Compiler) -> dict[str, Any]:
     scale = (array(jnp.float32, 1),) if fp8 else ()
     rows = array(jnp.int32, R, M), array(jnp.int32, R + 1), array(jnp.int32, R)
 
-    def call(scale, *arrays):
+    def call(scale, q, pages, table, starts, lengths):
         options = LatentOptions(rank, 192**-0.5, *scale)
+        arrays = q, pages, table, starts, lengths
         return latent_attention(*arrays, options, one_query=is_decode, implementation="triton")
 
     arrays = scale, q, pages, *rows
