@@ -405,7 +405,8 @@ def card_cases() -> list[Any]:
         found.append(experts)
         found += [QuantizedGroupedCase(form, experts) for form in ("int8", "fp8")]
         found.append(QuantizedGroupedCase("int4", experts, 32, "minima"))
-    return [*found, *recurrent_cases(), *latent_cases()]
+    latent = [case for case in latent_cases() if case.S == 16 and case.heads in (16, 32, 128)]
+    return [*found, *recurrent_cases(), *latent]
 
 
 def card_steps(dtype: str, layers: int) -> list[StepCase]:

@@ -159,6 +159,7 @@ def latent_cases() -> list[Case]:
     decode("decode-bf16-16-long", (1, 2100, 700), SMALL, head_dim=32, rank=16, table_width=140)
     # More blocks than programs of a tile of heads, so that a program has several, of several rows.
     rows = (5, 130, 0, 64, 100, 17)
+    decode("decode-bf16-512-67-heads", (100, 70), DEEPSEEK, group=67)
     decode("decode-bf16-67-heads", rows, SMALL, head_dim=32, rank=16, group=134)
     decode("decode-bf16-96-p64", (1, 64, 65, 200), SMALL, head_dim=160, rank=96, page_size=64)
     long, short = (300, 5, 0, 140, 1, 64, 110), (1, 5, 0, 40, 1, 17, 70)
