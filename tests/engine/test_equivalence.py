@@ -22,6 +22,7 @@ IN_FLOAT64 = {
     "plain": "--schedules 40 --page-sizes 1 16",
     "experts": "--schedules 8 --experts",
     "fp8": "--schedules 8 --kv-cache-dtype fp8",
+    "latents": "--schedules 8 --case deepseek_v3_groups",
 }
 RUNS = """
 import sys
