@@ -188,6 +188,8 @@ def _triton_limit(case: AnyCase) -> str | None:
             what = "taps" if case.op in ("causal_conv", "conv_step") else "inputs of a head"
             return f"the operation has {case.size} {what}; allowed: 1 to {most}"
         return None
+    if case.op == "latent_write":
+        return "there is no triton kernel for latent_write; allowed: xla"
     if case.S not in KERNEL_PAGE_SIZES:
         return f"k_pages has page size S = {case.S}; allowed: {KERNEL_PAGE_SIZES}"
     is_latent = isinstance(case, LatentCase)

@@ -274,6 +274,16 @@ def test_int8_has_one_scale_for_each_token() -> None:
     assert (factors[[0, 3, 4, 6, 7]] == 1).all()
 
 
+def test_a_write_has_no_triton_kernel() -> None:
+    with pytest.raises(ValueError, match="no triton kernel for latent_write; allowed: xla"):
+        latent_write(
+            jnp.ones((2, 48)),
+            jnp.zeros((2, 1, 16, 48)),
+            jnp.asarray([0, 3]),
+            implementation="triton_interpret",
+        )
+
+
 WRONG = {
     r"pages has shape \(4, 2, 16, 40\); expected \[P,1,S,C\]": {"kv_heads": 2},
     "rank is 41; allowed: 1 to C = 40": {"rank": 41},
