@@ -98,7 +98,11 @@ def _options(size: LatentSize, scale: tuple[jax.Array, ...]) -> LatentOptions:
 def _run(size: LatentSize, implementation: str, *arrays: jax.Array) -> jax.Array:
     q, cells, table, starts, lengths, *scale = arrays
     return latent_attention(
-        *(q, cells, table, starts, lengths),
+        q,
+        cells,
+        table,
+        starts,
+        lengths,
         _options(size, tuple(scale)),
         one_query=not size.tokens,
         implementation=implementation,
@@ -125,7 +129,7 @@ def check(size: LatentSize, implementation: str) -> dict[str, Any]:
 def time_call(size: LatentSize, setting: Setting) -> dict[str, Any]:
     """Time a call whose rows have all positions, and report its share of its ceiling.
 
-    The bytes are those of the cells, read once, of the queries and of the results.
+    The bytes count the cells once, the queries and the results.
     """
     arrays = latent_arrays(size, np.full(size.rows, size.context))
     rank, cell = size.case.sizes

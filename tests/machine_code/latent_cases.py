@@ -1,6 +1,6 @@
 """Calls of attention over latents with inputs that show mistakes.
 
-Rows and pages are those of other attention. A cell is a key whose first numbers are its value. Its
+Other attention has the same rows and pages. A cell is a key whose first numbers are its value. Its
 first columns stand out at the ends of pages, and queries have small numbers there, so that one
 position too many or too few is seen in the result.
 """
@@ -96,13 +96,19 @@ class LatentAttentionCase(AttentionCase):
         """Compute the specified results, in float64."""
         (q, cells, *rest), options = self.operands(tuple(self.arguments()))
         scale = None if options.cache_scale is None else np.asarray(options.cache_scale)
-        found = attention(
-            *(q, cells, cells, *(np.asarray(array) for array in rest)),
+        table, starts, lengths = (np.asarray(array) for array in rest)
+        whole = attention(
+            q,
+            cells,
+            cells,
+            table,
+            starts,
+            lengths,
             scale=options.scale,
             k_scale=scale,
             v_scale=scale,
         )
-        return [found[..., : self.rank]]
+        return [whole[..., : self.rank]]
 
     def reference(self) -> np.ndarray:
         """Compute the same by the package's specification, in float32."""
@@ -122,11 +128,11 @@ SMALL: dict[str, Any] = {"head_dim": 48, "rank": 32, "group": 4, "table_width": 
 
 def latent_cases() -> list[Case]:
     """List decodes and steps of prompts, in DeepSeek's sizes and in small ones."""
-    found: list[Case] = []
+    cases: list[Case] = []
 
     def decode(name: str, lengths: tuple[int, ...], sizes: dict[str, Any], **fields: Any) -> None:
         fields = sizes | fields
-        found.append(
+        cases.append(
             LatentAttentionCase(
                 f"latent-{name}", "latent", lengths=lengths, one_query=True, **fields
             )
@@ -140,7 +146,7 @@ def latent_cases() -> list[Case]:
         **fields: Any,
     ) -> None:
         fields = sizes | fields
-        found.append(
+        cases.append(
             LatentAttentionCase(
                 f"latent-{name}", "latent", lengths=lengths, counts=counts, **fields
             )
@@ -188,4 +194,4 @@ def latent_cases() -> list[Case]:
         dtype="f32",
         page_dtype="fp8",
     )
-    return found
+    return cases
