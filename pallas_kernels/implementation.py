@@ -34,7 +34,7 @@ KERNELS: Mapping[tuple[str, str], Mapping[str, str]] = MappingProxyType(
         ("decode", "cpu"): {"llvm": "cpu.attention", "xla": "xla"},
         ("decode", "gpu"): {"triton": "gpu.triton_decode", "xla": "gpu.xla_attention"},
         ("latent_attention", "cpu"): {"llvm": "cpu.latent", "xla": "xla_latent"},
-        ("latent_attention", "gpu"): {"xla": "xla_latent"},
+        ("latent_attention", "gpu"): {"triton": "gpu.triton_latent", "xla": "xla_latent"},
         ("latent_write", "cpu"): {"xla": "xla_latent"},
         ("latent_write", "gpu"): {"xla": "xla_latent"},
         ("kv_write", "cpu"): {"xla": "xla"},
@@ -86,6 +86,7 @@ LLVM_WRITES = (
 """Dtypes of queries and pages that the CPU kernel of ``rope_kv_write`` supports."""
 MAX_GROUP = 16
 MAX_CELL = 576  # numbers of a cell of latents. The stack of a thread holds a block of cells.
+MAX_RANK = 512  # numbers of a value of latents. A tile holds the sums of 64 heads in registers.
 MAX_NORM_WIDTH = 32768  # a program holds a row in registers
 MOST_OF_STATES = {
     "causal_conv": 16,
@@ -187,11 +188,17 @@ def _triton_limit(case: AnyCase) -> str | None:
             what = "taps" if case.op in ("causal_conv", "conv_step") else "inputs of a head"
             return f"the operation has {case.size} {what}; allowed: 1 to {most}"
         return None
+    if case.op == "latent_write":
+        return "there is no triton kernel for latent_write; allowed: xla"
     if case.S not in KERNEL_PAGE_SIZES:
         return f"k_pages has page size S = {case.S}; allowed: {KERNEL_PAGE_SIZES}"
-    if case.H % 16 or not 16 <= case.H <= 256:
-        return f"head dim is {case.H}; allowed: multiples of 16 from 16 to 256"
-    if case.group > MAX_GROUP:
+    is_latent = isinstance(case, LatentCase)
+    most = MAX_CELL if is_latent else 256
+    if case.H % 16 or not 16 <= case.H <= most:
+        return f"head dim is {case.H}; allowed: multiples of 16 from 16 to {most}"
+    if is_latent and (case.rank % 16 or case.rank > MAX_RANK):
+        return f"rank is {case.rank}; allowed: multiples of 16 from 16 to {MAX_RANK}"
+    if case.group > MAX_GROUP and not is_latent:
         return f"q has {case.group} heads per kv head; allowed: 1 to {MAX_GROUP}"
     narrow = case.page_dtype.itemsize <= case.query_dtype.itemsize <= 4
     if not narrow or case.page_dtype in (FP8_BITS, INT8):

@@ -151,7 +151,7 @@ class LatentAttention(nnx.Module):
         cells = own_cells(step, self.split.axis, self.split.context)
         if len(kv) == 2:
             return quantized_latent_write(new, *kv, cells)
-        return (latent_write(new, *kv, cells, implementation=step.others),)
+        return (latent_write(new, *kv, cells),)
 
     def _attend(
         self, query: Float[Array, "T N C"], kv: LatentPages, step: PagedStep

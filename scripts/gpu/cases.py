@@ -206,6 +206,49 @@ def quantized_grouped_cases() -> list[QuantizedGroupedCase]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class LatentCase:
+    """Attention over latents to compile: 64 rows of up to 4096 positions.
+
+    Attributes:
+        op: "decode", or "ragged" for a step of 2048 tokens.
+        dtype: of the pages. Queries over float8 pages are bfloat16.
+        heads: of the queries.
+        sizes: numbers of a value, and of a cell.
+        S: positions of a page.
+    """
+
+    op: str
+    dtype: str
+    heads: int
+    sizes: tuple[int, int] = (512, 576)
+    S: int = 16
+
+    @property
+    def name(self) -> str:
+        rank, cell = self.sizes
+        size = f"{rank}+{cell - rank} p{self.S}"
+        return f"latent {self.op} {self.dtype} {size} {self.heads} heads"
+
+
+LATENT_KERNELS = ("latent_tiles", "latent_shares", "latent_merge", "split_plan")
+
+
+def latent_cases() -> list[LatentCase]:
+    """List DeepSeek's sizes in every dtype, with 16 to 128 heads, then smaller latents."""
+    found = []
+    for op in ("decode", "ragged"):
+        for dtype in ("bfloat16", "float8_e4m3fn"):
+            found += [LatentCase(op, dtype, heads) for heads in (16, 32, 64, 128)]
+        found += [LatentCase(op, dtype, 16) for dtype in ("float16", "float32")]
+        found += [
+            LatentCase(op, "bfloat16", 20),
+            LatentCase(op, "bfloat16", 16, S=64),
+            LatentCase(op, "bfloat16", 32, (256, 320)),
+        ]
+    return found
+
+
 RECURRENT_KERNELS = ("conv_step", "recurrence_step")
 
 
@@ -329,6 +372,7 @@ def long_cases() -> list[Any]:
         *quantized_grouped_cases(),
         *recurrent_cases(),
         *state_cases(),
+        *latent_cases(),
         *step_cases(),
         *recurrent_steps(),
     ]
@@ -361,7 +405,8 @@ def card_cases() -> list[Any]:
         found.append(experts)
         found += [QuantizedGroupedCase(form, experts) for form in ("int8", "fp8")]
         found.append(QuantizedGroupedCase("int4", experts, 32, "minima"))
-    return [*found, *recurrent_cases()]
+    latent = [case for case in latent_cases() if case.S == 16 and case.heads in (16, 32, 128)]
+    return [*found, *recurrent_cases(), *latent]
 
 
 def card_steps(dtype: str, layers: int) -> list[StepCase]:
@@ -437,4 +482,6 @@ def short_cases() -> list[Any]:
         ChunkCase("causal_conv", "bfloat16", "Qwen3.5-0.8B", (4, 6144)),
         ChunkCase("gated_delta", "bfloat16", "Qwen3.6-35B-A3B", (16, 32, 128, 128)),
         ChunkCase("mamba2", "bfloat16", "Nemotron-Nano-9B-v2", (8, 128, 128, 80)),
+        LatentCase("ragged", "bfloat16", 128),
+        LatentCase("ragged", "float8_e4m3fn", 128),
     ]

@@ -22,16 +22,25 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from pallas_kernels import ConvOptions, DeltaOptions, Mamba2Options, StateRows
+from pallas_kernels import (
+    ConvOptions,
+    DeltaOptions,
+    LatentOptions,
+    Mamba2Options,
+    StateRows,
+    latent_attention,
+)
 from scripts.gpu import models as gpu_models
 from scripts.gpu.cases import (
     KERNELS,
+    LATENT_KERNELS,
     RECURRENT_KERNELS,
     STATE_KERNELS,
     STEP_KERNELS,
     Case,
     ChunkCase,
     GroupedCase,
+    LatentCase,
     QuantizedCase,
     QuantizedGroupedCase,
     RecurrentCase,
@@ -180,6 +189,29 @@ def compile_states(case: ChunkCase, compiler: Compiler) -> dict[str, Any]:
     return compiler.row(case.name, call, shapes, kernels, arrays[donate].shape, (donate,))
 
 
+def compile_latent(case: LatentCase, compiler: Compiler) -> dict[str, Any]:
+    """Compile attention over latents. "kv_copies" counts copies of the cells."""
+    R, M, (rank, size) = 64, 4096 // case.S, case.sizes
+    T, is_decode = R if case.op == "decode" else 2048, case.op == "decode"
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    fp8 = case.dtype == "float8_e4m3fn"
+    q = array(jnp.dtype(jnp.bfloat16 if fp8 else case.dtype), T, case.heads, size)
+    pages = array(jnp.dtype(case.dtype), R * M, 1, case.S, size)
+    scale = (array(jnp.float32, 1),) if fp8 else ()
+    rows = array(jnp.int32, R, M), array(jnp.int32, R + 1), array(jnp.int32, R)
+
+    def call(scale, q, pages, table, starts, lengths):
+        options = LatentOptions(rank, 192**-0.5, *scale)
+        arrays = q, pages, table, starts, lengths
+        return latent_attention(*arrays, options, one_query=is_decode, implementation="triton")
+
+    arrays = scale, q, pages, *rows
+    return compiler.row(case.name, call, arrays, LATENT_KERNELS, pages.shape)
+
+
 def compile_step(case: StepCase, compiler: Compiler) -> dict[str, Any]:
     model = (gpu_models.MODELS | FAMILIES | RECURRENT)[case.model]
     model = dataclasses.replace(model, L=case.layers or model.L)
@@ -207,6 +239,7 @@ COMPILE: Mapping[type, Callable[[Any, Compiler], dict[str, Any]]] = MappingProxy
         QuantizedGroupedCase: compile_quantized_grouped,
         RecurrentCase: compile_recurrent,
         ChunkCase: compile_states,
+        LatentCase: compile_latent,
         StepCase: compile_step,
     }
 )

@@ -20,6 +20,8 @@
     recurrent    decodes of layers with a state per sequence: each kernel against the specification,
                  one kernel's share of the bandwidth, and whole steps against their floors. With
                  bandwidth it takes at most 8 minutes
+    latent       attention over latents against the specification, and with bandwidth the shares of
+                 the ceilings: decodes of 64 rows of 4,096 tokens, and prompts
     variants     8B's decodes in a process with the XLA_FLAGS of --variant
     products     products of few rows with their block sizes, with others, and by XLA
     tuning       the sweep of block sizes, which fills pallas_kernels/gpu/tuned, which later
@@ -59,6 +61,7 @@ from pallas_kernels.devices import target_device
 from scripts.gpu import (
     device_sums,
     kernel_checks,
+    latent,
     product_times,
     recurrent,
     serving,
@@ -82,6 +85,7 @@ PARTS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "decode": gpu_parts.decode,
     "prefill": gpu_parts.prefill,
     "recurrent": recurrent.recurrent,
+    "latent": latent.latent,
     "variants": step_times.variants,
     "products": product_times.products,
     "tuning": gpu_parts.tuning_sweep,

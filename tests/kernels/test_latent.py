@@ -17,6 +17,9 @@ from pallas_kernels import (
     reference,
 )
 from pallas_kernels.cpu.latent import LatentTiles, heads_of_tile
+from pallas_kernels.gpu import latent_sizes, triton_latent
+from pallas_kernels.gpu.latent_sizes import LatentConfig, cell_parts
+from pallas_kernels.latent_arguments import as_attention
 from tests.kernels.test_cpu_decode import parts_of
 from tests.support.fast_compile import FAST
 from tests.support.paged_cases import FP8, PagedCall, assert_close, paged_call
@@ -84,6 +87,83 @@ def test_every_implementation_equals_the_specification(name: str, implementation
         assert actual.shape == (*call.q.shape[:2], RANK) and actual.dtype == call.q.dtype
         assert_close(actual, wanted, call.q.dtype)
         assert not np.asarray(actual)[-3:].any()
+
+
+TRITON = LatentConfig(32, 32, num_stages=1, widest=32, programs_per_sm=8, merged_pieces=2)
+"""Small parts, and more programs than a CPU has multiprocessors."""
+TRITON_SETUPS = {
+    "float32": {},
+    "float16 over fp8 with a scale, page size 64, 5 heads": {
+        "dtype": jnp.float16,
+        "page_dtype": FP8,
+        "scales": True,
+        "page_size": 64,
+        "heads": 5,
+    },
+    "bfloat16, 40 heads in two tiles": {"dtype": jnp.bfloat16, "heads": 40},
+}
+
+
+@functools.cache
+def compiled_triton(name: str, one_query: bool):
+    """Return the interpreted Triton kernels of a setup, with arrays of a call as arguments."""
+
+    def attend(arrays: tuple[jax.Array, ...], scale: jax.Array | None) -> jax.Array:
+        return triton_latent.latent_attention(
+            as_attention(*arrays),
+            LatentOptions(TRITON_RANK, SCALE, scale),
+            one_query,
+            config=TRITON,
+            interpret=True,
+        )
+
+    return jax.jit(attend, compiler_options=FAST)
+
+
+TRITON_RANK, TRITON_SIZE = 48, 80
+"""Parts of 32 and 16 numbers, and of 32."""
+FIXED = {"tokens": 40, "num_pages": 24, "pages_per_row": 8}
+
+
+def check_triton(name: str, rows: list[tuple[int, int]], one_query: bool, seed: int = 0) -> None:
+    setup = {"kv_heads": 1, "head_dim": TRITON_SIZE, **FIXED, **TRITON_SETUPS[name]}
+    tokens = len(rows) if one_query else setup["tokens"]
+    call = paged_call(rows, **{**setup, "tokens": tokens, "seed": seed})
+    call.v_pages, call.options["v_scale"] = call.k_pages, call.options["k_scale"]
+    arrays = call.q, call.k_pages, call.page_table, call.query_start, call.kv_len
+    actual = compiled_triton(name, one_query)(arrays, call.options["k_scale"])
+    wanted = expected(call, TRITON_RANK)
+    if one_query:
+        has_query = np.array([length > 0 for _, length in rows])
+        assert not np.asarray(actual)[~has_query].any()
+    assert_close(actual, wanted, call.q.dtype)
+
+
+@pytest.mark.parametrize("name", TRITON_SETUPS)
+def test_the_triton_kernels_equal_the_specification(name: str) -> None:
+    """For rows within one share and in several, of few tokens and of many, and for no rows."""
+    for rows in (
+        [(2, 2), (0, 0), (1, 120), (20, 84)],
+        [(33, 33), (1, 1), (3, 127), (0, 5)],
+        [(1, 16), (4, 32), (5, 33), (6, 64)],
+        [(0, 0), (0, 0), (0, 0), (0, 0)],
+    ):
+        check_triton(name, rows, one_query=False)
+
+
+@pytest.mark.parametrize("name", TRITON_SETUPS)
+def test_decodes_by_the_triton_kernels_equal_the_specification(name: str) -> None:
+    for lengths in ((1, 0, 128, 31), (32, 33, 64, 100), (0, 0, 0, 0)):
+        check_triton(name, [(1, length) for length in lengths], one_query=True)
+
+
+def test_a_cell_is_divided_at_the_end_of_its_value() -> None:
+    assert cell_parts(0, 512, 512) + cell_parts(512, 576, 512) == ((0, 512), (512, 64))
+    assert cell_parts(0, 512, 256) == ((0, 256), (256, 256))
+    assert cell_parts(32, 80, 32) == ((32, 32), (64, 16))
+    assert [latent_sizes.heads_of_tile(heads, 64) for heads in (16, 20, 96, 128, 67)] == [
+        *(16, 20, 48, 64, 1)
+    ]
 
 
 @pytest.mark.parametrize("heads", [1, 6, 40, 128])
@@ -194,10 +274,28 @@ def test_int8_has_one_scale_for_each_token() -> None:
     assert (factors[[0, 3, 4, 6, 7]] == 1).all()
 
 
+def test_a_write_has_no_triton_kernel() -> None:
+    with pytest.raises(ValueError, match="no triton kernel for latent_write; allowed: xla"):
+        latent_write(
+            jnp.ones((2, 48)),
+            jnp.zeros((2, 1, 16, 48)),
+            jnp.asarray([0, 3]),
+            implementation="triton_interpret",
+        )
+
+
 WRONG = {
     r"pages has shape \(4, 2, 16, 40\); expected \[P,1,S,C\]": {"kv_heads": 2},
     "rank is 41; allowed: 1 to C = 40": {"rank": 41},
     "rank is 30; allowed: multiples of 8": {"rank": 30, "implementation": "llvm"},
+    "rank is 24; allowed: multiples of 16 from 16 to 512": {
+        "head_dim": 48,
+        "rank": 24,
+        "implementation": "triton_interpret",
+    },
+    "head dim is 40; allowed: multiples of 16 from 16 to 576": {
+        "implementation": "triton_interpret"
+    },
     "head dim is 584; allowed: multiples of 8 from 8 to 576": {
         "head_dim": 584,
         "implementation": "llvm",

@@ -57,7 +57,7 @@ class Case(abc.ABC):
         """
         if capability == (10, 0):
             rows = ("decode", "kv_write", "rope_kv_write", "add_norm", "greatest", "state_steps")
-            return self.family in rows or self.dtypes.startswith("f32")
+            return self.family in (*rows, "latent") or self.dtypes.startswith("f32")
         return capability >= (8, 0)
 
     def blocks(self, launch: Launch) -> Sequence[int] | None:

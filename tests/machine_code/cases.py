@@ -13,6 +13,7 @@ from tests.machine_code.attention_cases import AttentionCase, KvWriteCase
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.few_row_cases import few_row_cases
 from tests.machine_code.greatest_cases import greatest_cases
+from tests.machine_code.latent_cases import latent_cases
 from tests.machine_code.norm_cases import add_norm_cases
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import rope_kv_write_cases
@@ -30,7 +31,7 @@ CARDS: dict[Capability, str] = {
 FAMILIES = (
     *("decode", "ragged", "mosaic", "kv_write", "rope_kv_write", "add_norm"),
     *("greatest", "few_rows", "grouped", "quantized", "quantized_grouped"),
-    *("causal_conv", "state_chunks", "state_steps"),
+    *("causal_conv", "state_chunks", "state_steps", "latent"),
 )
 
 
@@ -50,6 +51,7 @@ def all_cases() -> list[Case]:
         *quantized_grouped_cases(),
         *state_chunk_cases(),
         *state_step_cases(),
+        *latent_cases(),
     ]
 
 

@@ -22,6 +22,7 @@ from tests.machine_code.big_cases import BigAttentionCase, BigGroupedCase, BigQu
 from tests.machine_code.case import Case
 from tests.machine_code.few_row_cases import FewRowsCase
 from tests.machine_code.greatest_cases import GreatestCase
+from tests.machine_code.latent_cases import LatentAttentionCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import RopeKvWriteCase
@@ -31,6 +32,7 @@ from tests.machine_code.state_step_cases import StateStepCase
 CASE_TYPES: tuple[type[Case], ...] = (
     *(AttentionCase, KvWriteCase, GroupedCase, QuantizedCase, QuantizedGroupedCase),
     *(AddNormCase, FewRowsCase, GreatestCase, RopeKvWriteCase, StateChunkCase, StateStepCase),
+    LatentAttentionCase,
     *(BigAttentionCase, BigGroupedCase, BigQuantizedCase),
 )
 

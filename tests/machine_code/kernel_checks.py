@@ -33,6 +33,7 @@ USUAL: dict[str, Capability] = {
     "causal_conv": (10, 0),
     "state_chunks": (9, 0),
     "state_steps": (10, 0),
+    "latent": (9, 0),
 }
 """Of each kernel the capability whose machine code a run without `--long` executes."""
 

@@ -10,6 +10,7 @@ from tests.machine_code.attention_cases import AttentionCase, KvWriteCase
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.few_row_cases import FewRowsCase
 from tests.machine_code.greatest_cases import GreatestCase
+from tests.machine_code.latent_cases import LatentAttentionCase
 from tests.machine_code.norm_cases import AddNormCase
 from tests.machine_code.product_cases import GroupedCase, QuantizedCase, QuantizedGroupedCase
 from tests.machine_code.qkv_cases import RopeKvWriteCase
@@ -56,25 +57,62 @@ def random_case(seed: int, number: int, capability: Capability) -> Case:
     draw = Draw(np.random.default_rng([seed, number]))
     kinds = [_attention] * 4 + [_kv_write, _grouped, _quantized, _quantized, _quantized_grouped]
     kinds += [_mosaic, _add_norm, _rope_kv_write, _few_rows, _greatest]
-    kinds += [_state_steps, _causal_conv, _state_chunks]
+    kinds += [_state_steps, _causal_conv, _state_chunks, _latent, _latent]
     while True:
         case: Case = draw.pick(*kinds)(f"random-{seed}-{number}", draw)
         if case.runs_on(capability):
             return case
 
 
+def _rows(
+    draw: Draw, size: int, is_decode: bool, most: int, most_queries: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Draw the lengths of rows, and the queries of each, which are () for decodes.
+
+    Args:
+        draw: source of random choices.
+        size: positions of a page.
+        is_decode: whether each row has one query.
+        most: most positions that are drawn evenly.
+        most_queries: most queries of a row.
+    """
+    lengths = [
+        draw.pick(draw.near(0, 16, size, 64, 128, 2 * size, 256), draw.number(0, most))
+        for _ in range(draw.number(1, 6))
+    ]
+    if is_decode:
+        return tuple(lengths), ()
+    wanted = [draw.pick(0, 1, 1, 2, 15, 16, 17, 31, 33, 64, most_queries) for _ in lengths]
+    return tuple(lengths), tuple(min(pair) for pair in zip(lengths, wanted, strict=True))
+
+
+def _latent(name: str, draw: Draw) -> Case:
+    dtype, page_dtype = draw.pick(*DTYPES)
+    size, is_decode = draw.pick(*PAGE_SIZES), draw.truth()
+    lengths, counts = _rows(draw, size, is_decode, 150, 40)
+    padding = draw.pick(0, 1, 3)
+    rank, others = draw.pick(16, 32, 48, 64, 96, 128), draw.pick(0, 16, 32, 48)
+    # Tiles of the exact products of float32 have few rows.
+    heads = draw.number(1, 20) if dtype == "f32" else draw.pick(draw.number(1, 20), 40, 64, 80)
+    return LatentAttentionCase(
+        *(name, "latent", lengths, counts, dtype, page_dtype, rank + others, size, heads),
+        table_width=max(1, -(-max(lengths) // size)) + draw.number(0, 2),
+        rank=rank,
+        one_query=is_decode,
+        # Exact products round large scores by more than the tolerance.
+        scale=None if dtype == "f32" else draw.pick(None, 0.3),
+        is_shared=draw.pick(False, False, True),
+        spread=draw.pick(0.5, 1.0) if dtype == "f32" else draw.pick(0.5, 1.0, 3.0),
+        padding=padding if is_decode or sum(counts) else max(padding, 1),
+        seed=draw.number(0, 2**30),
+    )
+
+
 def _attention(name: str, draw: Draw, family: str = "", **fixed: Any) -> Case:
     family = family or draw.pick("decode", "ragged", "ragged")
     dtype, page_dtype = draw.pick(*DTYPES)
     size = draw.pick(*PAGE_SIZES)
-    lengths = [
-        draw.pick(draw.near(0, 16, size, 64, 128, 2 * size, 256), draw.number(0, MOST_POSITIONS))
-        for _ in range(draw.number(1, 6))
-    ]
-    counts: tuple[int, ...] = ()
-    if family != "decode":
-        wanted = [draw.pick(0, 1, 1, 2, 15, 16, 17, 31, 33, 64, MOST_QUERIES) for _ in lengths]
-        counts = tuple(min(pair) for pair in zip(lengths, wanted, strict=True))
+    lengths, counts = _rows(draw, size, family == "decode", MOST_POSITIONS, MOST_QUERIES)
     options = {
         "dtype": dtype,
         "page_dtype": page_dtype,
@@ -95,7 +133,7 @@ def _attention(name: str, draw: Draw, family: str = "", **fixed: Any) -> Case:
     if family != "decode" and sum(counts) + options["padding"] == 0:
         options["padding"] = 1
     return AttentionCase(
-        name, family, tuple(lengths), counts, page_size=size, table_width=width, **options
+        name, family, lengths, counts, page_size=size, table_width=width, **options
     )
 
 

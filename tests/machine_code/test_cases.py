@@ -35,6 +35,8 @@ CASES = {case.name: case for case in all_cases()}
         "decode-bf16-h48-shared",
         "ragged-fp8-h64",
         "ragged-bf16-h64-g1-window",
+        "latent-decode-f16-over-fp8-80",
+        "latent-f32-32",
     ],
 )
 def test_plain_attention_is_the_specification(name: str) -> None:
@@ -124,7 +126,7 @@ def test_random_cases_are_the_same_again_and_computable() -> None:
         assert from_description(json.loads(json.dumps(case.describe()))) == case
         if case.family not in WITH_NAN:
             assert all(np.isfinite(array).all() for array in case.expected()), case
-    assert len(kinds) == 14
+    assert len(kinds) == 15
 
 
 def test_every_case_is_itself_after_it_was_described() -> None:

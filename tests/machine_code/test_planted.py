@@ -37,6 +37,7 @@ CASES = (
     "causal_conv-f32-plain",
     "state_chunks-delta-bf16-uneven",
     "state_steps-delta-bf16",
+    "latent-bf16-32",
 )
 
 
