@@ -87,11 +87,9 @@ class Attention(nnx.Module):
         self.growth = growing(config.rope)
         heads: LogicalAxes = ("embed", "kv_heads", "group", "head_dim")
         # Values of another size than keys are projected by themselves.
-        self.value_dim = value_dim = config.value_dim
-        self.value_factor = config.scales.value
-        self.keys_as_values = config.keys_as_values
+        self.value_dim, self.value_factor = (value_dim := config.value_dim), config.scales.value
+        self.keys_as_values, self.reads_other = config.keys_as_values, config.reads_other
         fused = group + 2 if value_dim is None and not self.keys_as_values else group + 1
-        self.reads_other = config.reads_other
         fused = group if self.reads_other else fused
         shape: tuple[int, ...] = (embed, kv_heads, fused, head_dim)
         has_pairs = traits.gated == "numbers"
@@ -106,8 +104,8 @@ class Attention(nnx.Module):
         has_value = value_dim is not None
         self.value = weight(rngs, shape, (*heads[:2], heads[3]), dtype) if has_value else None
         shape = (embed, kv_heads, group)
-        gates = weight(rngs, shape, heads[:3], dtype) if traits.gated == "heads" else None
-        self.head_gate = gates
+        has_gate = traits.gated == "heads"
+        self.head_gate = weight(rngs, shape, heads[:3], dtype) if has_gate else None
         self.gate_activation = traits.gate_activation
         self.norm_after_rotation = traits.norm_after_rotation
         self.out = weight(
@@ -117,9 +115,8 @@ class Attention(nnx.Module):
             dtype,
             contract=3,
         )
-        shape = (kv_heads, group, head_dim)
+        shape, bias_shape = (kv_heads, group, head_dim), (kv_heads, group + 2, head_dim)
         axes: LogicalAxes = ("kv_heads", "group", "head_dim")
-        bias_shape = (kv_heads, group + 2, head_dim)
         self.qkv_bias = constant(0.0, bias_shape, axes, dtype) if config.attention_bias else None
         self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if config.output_bias else None
         # f32[2, K]: scales of stored keys and of stored values, for a cache in fp8 only.
