@@ -57,7 +57,16 @@ def test_gguf_files_are_read_as_architectures_that_exist():
 
 
 # Architectures whose configuration in Transformers is that of the text in a wrapper.
-TEXTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "MuseGlimmer", "Glm4v", "Glm4vMoe")
+TEXTS = (
+    "Gemma3",
+    "Gemma4",
+    "Gemma4Unified",
+    "Qwen3_5",
+    "Qwen3_5Moe",
+    "MuseGlimmer",
+    "Glm4v",
+    "Glm4vMoe",
+)
 # Required settings of latent attention and experts.
 NEEDED = {
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
@@ -67,6 +76,7 @@ NEEDED = {
     "Mamba2ForCausalLM": {"num_key_value_heads": None},
     "OlmoHybridForCausalLM": {"num_key_value_heads": 30},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
+    "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 300_000},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 20},
     "Mistral4ForCausalLM": {"num_key_value_heads": 32},
     "Glm4MoeForCausalLM": {"head_dim": 128},

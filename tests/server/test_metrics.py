@@ -105,7 +105,7 @@ def test_names_types_labels_and_buckets_are_vllms(server: Server) -> None:
     assert reasons == {"stop", "length", "abort", "error"}
     [info] = found["vllm:cache_config_info"].samples
     assert (info.labels["block_size"], info.labels["num_gpu_blocks"]) == ("16", "41")
-    assert info.labels["kv_cache_size_tokens"] == "656"
+    assert info.labels["kv_cache_size_tokens"] == "640"
     assert float(info.labels["kv_cache_max_concurrency"]) > 0
     assert info.labels["cache_dtype"] == "auto" and info.value == 1
     known = {f"vllm:{name}" for name in (*HISTOGRAMS, *COUNTERS, *GAUGES, "cache_config_info")}

@@ -95,7 +95,8 @@ def _layers(fields: Fields, layers: int) -> LayerTable:
     full_size, full_heads = _of_full_layers(fields)
     listed = fields.take(BY_LAYER)
     named = {str(layer) for layer, is_full in enumerate(full) if is_full}
-    if isinstance(listed, dict) and listed.keys() != named:
+    # Transformers writes the numbers of layers with leading zeros.
+    if isinstance(listed, dict) and {str(key).lstrip("0") or "0" for key in listed} != named:
         fields.refuse(BY_LAYER, "the layers without a window")
     shares = fields.flag("attention_k_eq_v", default=False)
     sources = _sources(fields, full)
