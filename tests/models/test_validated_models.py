@@ -291,7 +291,7 @@ OTHERS: dict[str, tuple[Raw, int]] = {
 }
 REFUSED = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "Llama4ForConditionalGeneration",
-    "google/gemma-4-E4B-it": "Gemma4ForConditionalGeneration",
+    "google/gemma-3n-E4B-it": "Gemma3nForConditionalGeneration",
     "microsoft/Phi-4-multimodal-instruct": "Phi4MMForCausalLM",
     "openai/whisper-large-v3": "WhisperForConditionalGeneration",
 }
