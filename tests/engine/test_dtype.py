@@ -73,7 +73,7 @@ def test_a_dtype_that_fails_is_refused_with_the_remedy(
 
 def test_gemma_overflows_float16() -> None:
     found = {name for name, rules in ARCHITECTURES.items() if rules.traits.overflows_float16}
-    assert found == {"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"}
+    assert found == {f"Gemma{name}ForCausalLM" for name in ("", "2", "3", "4", "4Unified")}
 
 
 @pytest.mark.filterwarnings("ignore:.*abstract device.*")
