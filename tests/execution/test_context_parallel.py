@@ -88,7 +88,10 @@ def test_plans_see_what_positions_that_are_divided_take() -> None:
     ("fields", "said"),
     [
         ({"tensor_parallel_size": 4}, "is 3, of 4 devices .*allowed: a divisor of 4"),
-        ({"tensor_parallel_size": 3}, "is 3, and a page has 16 tokens .*allowed: a divisor of 16"),
+        (
+            {"tensor_parallel_size": 3, "block_size": 16},
+            "is 3, and a page has 16 tokens .*allowed: a divisor of 16",
+        ),
         (
             {"tensor_parallel_size": 3, "block_size": 3, "attention_backend": "triton"},
             "attention_backend is triton.*allowed with decode_context_parallel_size: auto, xla",

@@ -28,6 +28,7 @@ def precisions(platform: str, dtype: Any, chosen: Any) -> set[str]:
         max_model_len=64,
         max_num_seqs=2,
         max_num_batched_tokens=8,
+        block_size=16,
         num_gpu_blocks_override=12,
     )
     model_config = parse_model_config(dict(TINY))
