@@ -37,7 +37,7 @@ SECRET = bytes(32)
 
 def message(rows: int) -> bytes:
     """Return the words of a decode of so many rows, of sequences of up to 32,768 tokens."""
-    config = EngineConfig()
+    config = EngineConfig(block_size=16)
     slots = SlotTable(rows, 32768, config.block_size)
     none = np.zeros(0, np.int32)
     plan = LaunchPlan(none, none, none, none.astype(bool), none.astype(np.int64))
