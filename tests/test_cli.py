@@ -253,7 +253,8 @@ def test_help_and_version(capsys: pytest.CaptureFixture) -> None:
     shown = " ".join(capsys.readouterr().out.split())
     for name in (*ENGINE_FIELDS, *SAMPLING_FIELDS):
         assert f" --{name.replace('_', '-')}" in shown
-    assert "tokens in a page of KV cache. (default: 16)" in shown
+    assert "tokens in a block of KV cache, by default 16" in shown
+    assert "(default: " in shown
     assert "--no-chat sends the text as it is" in shown
     assert "recommends nothing, temperature 0.8, top_p 0.95, min_p 0.05." in shown
 
