@@ -193,9 +193,7 @@ def _cells(plan: Any) -> dict[str, str]:
     cache = (
         prefixes
         | {kind.name: _size(kind.num_bytes) for kind in plan.cache_kinds}
-        | {
-            "tokens of it": f"{plan.cache_tokens:,}",
-        }
+        | {"tokens of it": f"{plan.cache_tokens:,}"}
         | (_kinds(plan) if len(plan.page_kinds) > 1 else {})
         | {
             "longest sequence": f"{plan.longest:,}",

@@ -232,18 +232,14 @@ def memory_kinds(
 def kept_by_layers(config: ModelConfig, state: DeviceState) -> list[Kept]:
     """Return the arrays of each layer: its states, and its pages if no other layer shares them."""
     pages, states = iter(state.kv), iter(state.others.get(STATES, ()))
-    has_pages = _shares_pages if config.page_layout.is_shared else config.has_pages
+    is_shared = config.page_layout.is_shared
     return [
         Kept(
-            next(pages) if has_pages(layer) else (),
+            next(pages) if config.has_pages(layer) and not is_shared else (),
             next(states) if config.states_of(layer) else (),
         )
         for layer in range(config.num_hidden_layers)
     ]
-
-
-def _shares_pages(layer: int) -> bool:
-    return False
 
 
 def with_states(others: dict[str, Any], kept: Iterable[Kept]) -> dict[str, Any]:

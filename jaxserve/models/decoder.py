@@ -121,10 +121,8 @@ class DecoderLayer(nnx.Module):
                     residual, normed = residual.normed(
                         self.mlp_norm, self.norm_options, step.others
                     )
-                if isinstance(self.mlp, ExpertsBesideMLP):
-                    y = self.mlp.beside(normed, residual.stream, step)
-                elif isinstance(self.mlp, SparseMLP):
-                    y = self.mlp(normed, step)
+                if isinstance(self.mlp, SparseMLP):
+                    y = self.mlp(normed, step, residual.stream)
                 else:
                     y = self.mlp(normed, kernel, step.others)
                 residual = self._updated(residual, y, self.mlp_out_norm, kernel, self.mlp_factor)

@@ -86,11 +86,18 @@ class SparseMLP(nnx.Module):
         has_gate = experts.shared_gate
         self.shared_gate = weight(rngs, (embed, 1), ("embed", "taps"), dtype) if has_gate else None
 
-    def __call__(self, x: Float[Array, "T D"], step: PagedStep) -> Float[Array, "T D"]:
+    def __call__(
+        self, x: Float[Array, "T D"], step: PagedStep, stream: Float[Array, "T D"]
+    ) -> Float[Array, "T D"]:
         """Return the output [T, D] of the mixture of experts for every token, in x's dtype.
 
         The output is summed over devices. Padding rows get arbitrary finite results. If each device
         has whole experts, the numbers of their rows are sown as `CountedRows`.
+
+        Args:
+            x: the input, normalized.
+            step: the ragged batch of this step.
+            stream: the residual stream, which subclasses read.
         """
         with jax.named_scope("router"):
             exact = accumulator(x.dtype)

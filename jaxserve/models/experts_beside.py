@@ -48,25 +48,21 @@ class ExpertsBesideMLP(SparseMLP):
         self.expert_factors = constant(1.0, (experts.count,), ("experts",), dtype)
         self.dense = build_mlp(config, dtype, rngs, traits)
 
-    def beside(
-        self, x: Float[Array, "T D"], stream: Float[Array, "T D"], step: PagedStep
+    def __call__(
+        self, x: Float[Array, "T D"], step: PagedStep, stream: Float[Array, "T D"]
     ) -> Float[Array, "T D"]:
         """Return the sum of the results for every token, [T, D], in x's dtype.
 
         Args:
             x: inputs of the dense MLP, normalized.
-            stream: the residual stream, which router and experts read.
             step: the ragged batch of this step.
+            stream: the residual stream, which router and experts read.
         """
         dense = self.dense_norm(self.dense(x, "xla", step.others))
         with jax.named_scope("router"):
             weights, chosen = self._chosen(stream)
         routed = self.mixed(self.routed_input_norm(stream), weights, chosen, step)
-
-        def norm(routed: Float[Array, "T D"]) -> Float[Array, "T D"]:
-            return self.routed_norm(routed)
-
-        return dense + rounded_once(norm, routed, step.positions)
+        return dense + rounded_once(self.routed_norm, routed, step.positions)
 
     def _chosen(
         self, stream: Float[Array, "T D"]

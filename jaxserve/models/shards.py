@@ -211,14 +211,6 @@ def local_kv_heads(config: ModelConfig) -> int:
     return max(1, config.num_key_value_heads // config.split.devices)
 
 
-def local_cells(config: ModelConfig) -> int:
-    """Return the number of cells of a token in a layer's cache on each device.
-
-    It is the number of kv heads, or 1 with latent attention, whose heads share their cells.
-    """
-    return local_kv_heads(config) if config.latent is None else 1
-
-
 def padded_vocab(config: ModelConfig) -> int:
     """Return the size of the vocabulary, rounded up to a multiple of the number of devices."""
     devices = config.split.devices

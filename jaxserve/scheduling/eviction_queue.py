@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 _NOWHERE = -1
+_NO_BLOCKS = np.zeros(0, np.intp)
 
 
 class EvictionQueue:
@@ -66,6 +67,3 @@ class EvictionQueue:
         """Remove all blocks."""
         self._place_of[self.blocks()] = _NOWHERE
         self._head = self._tail = 0
-
-
-_NO_BLOCKS = np.zeros(0, np.intp)

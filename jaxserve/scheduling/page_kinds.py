@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,8 @@ class PoolKind:
         return min(blocks, most) if isinstance(blocks, int) else np.minimum(blocks, most)
 
 
+# At most this part of the pool is reserved for chunks of prompts: one in 32 pages.
+RESERVE_DIVISOR = 32
 ONE_KIND = (PoolKind(),)
 """The kinds of a model whose layers attend to all positions."""
 
@@ -93,21 +95,25 @@ def steady_pages(kinds: Sequence[PoolKind], length: int, page_size: int) -> int:
     return sum(kind.num_pages * kind.most_blocks(length, page_size, page_size) for kind in kinds)
 
 
-def chunk_pages(kinds: Sequence[PoolKind], length: int, tokens: int, page_size: int) -> int:
-    """Return the pages that the tokens of chunks take beside the windows of their sequences.
+def chunk_pages(
+    kinds: Sequence[PoolKind], length: int, tokens: int, page_size: int, most: int
+) -> int:
+    """Return the pages to reserve for the tokens of chunks beside the windows of their sequences.
 
     Args:
         kinds: the kinds of pages of the model.
         length: number of tokens of the longest sequence. Kinds whose window contains it have none.
         tokens: number of tokens of the chunks.
         page_size: number of tokens of a block.
+        most: the most pages to reserve. With fewer pages, chunks become shorter.
     """
     blocks = -(-tokens // page_size)
-    return sum(
+    pages = sum(
         kind.num_pages * blocks
         for kind in kinds
         if kind.window is not None and length > kind.window
     )
+    return min(pages, most)
 
 
 def longest_held(
@@ -127,8 +133,3 @@ def longest_held(
         else:
             high = middle
     return low * page_size
-
-
-def windowed(kinds: Sequence[PoolKind]) -> Iterator[int]:
-    """Yield the numbers of the kinds that have a window."""
-    return (number for number, kind in enumerate(kinds) if kind.window is not None)

@@ -120,7 +120,7 @@ class PagePool:
         # A stack whose top is its end. Low page ids are allocated first.
         self._blank = np.arange(self.num_pages - 1, 0, -1)
         self._num_blank = self.num_pages - 1
-        # Free cached blocks. Those in `_spare`, which outlived a window, are evicted first.
+        # Free cached blocks. Blocks outside a window are in `_spare`, and are evicted first.
         self._queue, self._spare = EvictionQueue(self.num_pages), EvictionQueue(self.num_pages)
         self._num_evictable = 0  # pages of these blocks
         self.num_changes += 1
@@ -258,7 +258,7 @@ class PagePool:
         return self.index.find(_keys_of(keys, kind))
 
     def num_evictable(self, blocks: np.ndarray) -> int:
-        """Return the number of pages of those of the given cached blocks that no sequence holds."""
+        """Return the number of pages of the given cached blocks, without blocks in use."""
         if not len(blocks):
             return 0
         if self._is_plain:
@@ -269,7 +269,7 @@ class PagePool:
         """Let cached blocks that no sequence holds be evicted last, in the given order.
 
         Args:
-            blocks: different blocks of any kinds. Others, and those that outlived a window, are
+            blocks: different blocks of any kinds. Blocks in use, and blocks outside a window, are
                 ignored.
         """
         blocks = blocks[self._queue.holds(blocks)]

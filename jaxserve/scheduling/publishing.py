@@ -11,10 +11,10 @@ from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable, flat_ranges
 
-# Interval, in steps, at which the pages of decodes are published. A decode fills a page in about
-# 16 steps, and a call costs more than a page. Pages of prompts, and of sequences that end, are
-# published at once.
-_STEPS = 8
+# Interval, in steps, at which the pages of decodes are published, and freed outside a window. A
+# decode fills a page in about 16 steps, and a call costs more than a page. Pages of prompts, and of
+# sequences that end, are published at once.
+DECODE_STEPS = 8
 
 
 class Publisher:
@@ -73,8 +73,7 @@ class Publisher:
         if not self.enabled:
             return
         self._steps += plan.num_steps
-        is_due = self._steps >= _STEPS
-        if is_due:
+        if self._steps >= DECODE_STEPS:
             self._steps = 0
             self._publish_first(running)
             if len(table.kinds) == 1:
@@ -89,21 +88,25 @@ class Publisher:
         """Add the pages of slots that are full of computed tokens to the prefix cache.
 
         Pages that were published before are skipped. If publishing is disabled, the call has no
-        effect. Of layers with a window, beside others without, the blocks within an answer are not
-        published, only those of prompts and before the end.
+        effect. In the kinds of pages after the first, only prompts and the last window of an answer
+        are published.
         """
         if not self.enabled:
             return
         self._publish_first(slots)
+        if len(self.slots.kinds) > 1:
+            self._publish_others(slots)
+
+    def _publish_others(self, slots: np.ndarray) -> None:
+        """Publish pages of the kinds after the first (see `publish`)."""
         table = self.slots
+        full = table.num_committed[slots] // self.pool.page_size
         for kind in range(1, len(table.kinds)):
-            full = table.num_committed[slots] // self.pool.page_size
             first = np.maximum(table.num_windowed[slots], table.first_pages[kind, slots])
             owner, nth = flat_ranges(slots, first, np.maximum(full, first))
             blocks = table.page_tables[kind, owner, nth]
             self.pool.publish(blocks, table.page_keys[owner, nth], kind)
-        if len(table.kinds) > 1:
-            table.num_windowed[slots] = table.num_committed[slots] // self.pool.page_size
+        table.num_windowed[slots] = full
 
     def _publish_first(self, slots: np.ndarray) -> None:
         """Publish pages of the first kind (see `publish`)."""

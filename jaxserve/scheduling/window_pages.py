@@ -6,18 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.scheduling.page_kinds import chunk_pages, windowed
+from jaxserve.scheduling.page_kinds import RESERVE_DIVISOR, chunk_pages
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import LaunchPlan
+from jaxserve.scheduling.publishing import DECODE_STEPS
 from jaxserve.scheduling.slot_table import SlotTable
 
-# At most this part of the pool is reserved for chunks of prompts: one in 32 pages.
-RESERVE_DIVISOR = 32
 # Blocks of its next tokens that are reserved for a row in layers without a window, if others have
 # one.
 NEXT_BLOCKS = 8
-# Interval, in decode steps, at which blocks outside the windows are freed.
-_STEPS = 8
 
 
 class WindowPages:
@@ -34,7 +31,9 @@ class WindowPages:
 
     def __init__(self, pool: PagePool, slots: SlotTable, max_tokens: int) -> None:
         self._pool, self._slots, self._max_tokens = pool, slots, max_tokens
-        self.kinds = tuple(windowed(slots.kinds))
+        self.kinds = tuple(
+            number for number, kind in enumerate(slots.kinds) if kind.window is not None
+        )
         self.reserve_divisor, self._steps = RESERVE_DIVISOR, 0
         # For each slot the blocks of its prompt of which the first kind was in the prefix cache.
         self._branch = np.zeros(slots.num_slots + 1, np.int32)
@@ -46,9 +45,8 @@ class WindowPages:
     def reserve(self, num_known: int, running: np.ndarray) -> int:
         """Return the free pages that running rows will need, if layers have windows.
 
-        These are the pages that prompts lack, those of the next tokens of each row, and blocks
-        outside the windows until two steps are read. If the last ones do not suffice, chunks become
-        shorter.
+        These are the pages that prompts lack, the pages of each row's next tokens, and blocks
+        outside the windows until two steps are read (see `chunk_pages`).
 
         Args:
             num_known: number of tokens of a waiting sequence.
@@ -66,8 +64,8 @@ class WindowPages:
         tokens = num_known + int((lengths - table.num_computed[running]).sum())
         tokens = min(tokens, 2 * self._max_tokens)
         longest = max(num_known, int(lengths.max(initial=0)))
-        reserve = chunk_pages(table.kinds, longest, tokens, size)
-        return pages + min(reserve, self._pool.num_usable // self.reserve_divisor)
+        most = self._pool.num_usable // self.reserve_divisor
+        return pages + chunk_pages(table.kinds, longest, tokens, size, most)
 
     def is_due(self, plan: LaunchPlan) -> bool:
         """Count a launch that has been read, and return whether blocks should be given back now.
@@ -76,7 +74,7 @@ class WindowPages:
         leaves one block in about 16 steps, and a call costs more than a block.
         """
         self._steps += plan.num_steps
-        if self._steps < _STEPS and plan.total_tokens == len(plan):
+        if self._steps < DECODE_STEPS and plan.total_tokens == len(plan):
             return False
         self._steps = 0
         return True

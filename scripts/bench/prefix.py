@@ -17,8 +17,8 @@ hits    The 1,000 rows of Mooncake's trace, which marks equal prefixes, through 
         most that any can reach. Beside it stands the CPU time of the borders for each launch.
 kinds   The same scheduler with the layers of Gemma 3 27B, of which 52 of 62 have a window of 1,024:
         one pool of pages of two kinds beside pages of all layers, with equal bytes. Sequences of
-        equal length that run at once, beside those of an ideal allocator, whose sequences take
-        only what their layers read again. Preemptions and hit rates on the rows of two traces.
+        equal length that run at once, beside the number with an ideal allocator, which stores the
+        positions within each layer's window alone. Preemptions and hit rates on two traces.
 chats   64 chats of 8 turns with a tiny LFM2: tokens found in the cache, beside the same shape
         without states, with a snapshot for each 1,024 tokens of pages, and answers beside those
         with the cache off.

@@ -85,7 +85,7 @@ def _job(number: int, prompt: int, output: int) -> Job:
 
 
 def fixed_lengths() -> list[Numbers]:
-    """Return the running sequences of equal lengths, beside those of an ideal allocator."""
+    """Return the number of running sequences of each length, and that of an ideal allocator."""
     rows = []
     for length, output, count, tokens in FIXED:
         jobs = [_job(number, length - output, output) for number in range(count)]

@@ -35,7 +35,7 @@ from jaxserve.execution.runner import Runner
 from jaxserve.models import Decoder, ModelConfig, PagedStep, abstract_model, parse_model_config
 from jaxserve.models.linear import Constant
 from jaxserve.models.mixers import Kept
-from jaxserve.models.shards import AXIS, Split, local_cells
+from jaxserve.models.shards import AXIS, Split
 from jaxserve.request import SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.eplb import EplbConfig
@@ -161,7 +161,7 @@ def logits_of(
         described = shapes_of_model(config, jnp.float64, None, PLAIN, RANDOM)
         planned = ModelShapes.of(described).leaves_on(mesh)
         assert places(planned) == places(state), "compiled ahead for other parts"
-    heads = local_cells(config) * config.split.devices
+    heads = config.page_layout.kinds[0].heads * (config.split.devices if config.latent else 1)
     pages: Any = jax.ShapeDtypeStruct((4, heads, 4, config.head_dim), jnp.float64)
     if mesh is not None:
         pages = placed_shapes(mesh, pages, SECOND)

@@ -35,7 +35,7 @@ def groups() -> PageGroups:
     ]
     cells = [
         GroupCells(jnp.full((1, 2), group), jnp.full(1, group))
-        for group in range(LAYOUT.num_groups)
+        for group in range(sum(map(LAYOUT.groups, range(len(LAYOUT.kinds)))))
     ]
     return PageGroups(LAYOUT, pages, cells)
 

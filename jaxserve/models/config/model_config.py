@@ -99,7 +99,7 @@ class ModelConfig:
     projection after attention. `head_dim` is the size of a head in the cache, or of a cell with
     latent attention, `value_dim` that of a value if it is smaller. `keys_as_values` states that
     values are the projected keys, and `reads_other` that a layer reads the cache pages of another.
-    Where layers differ in these, `for_layer` gives those of a layer. `layer_inputs` is the size of
+    Where layers differ, `for_layer` gives the values of one layer. `layer_inputs` is the size of
     an input that each layer has, or 0. `experts`, `latent` and `recurrent` (sizes of layers with
     states) are None for models without them. `extra_layers` counts layers of the checkpoint that
     are not read. `wrapper` names the multimodal architecture that contains this text model. `parts`

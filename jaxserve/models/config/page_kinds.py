@@ -110,11 +110,6 @@ class PageLayout:
         """Return the number of groups of a kind."""
         return -(-len(self.kinds[kind].layers) // self.depth)
 
-    @property
-    def num_groups(self) -> int:
-        """Number of groups of all kinds."""
-        return sum(map(self.groups, range(len(self.kinds))))
-
     def splits(self, kind: int) -> int:
         """Return into how many pages of a group the tokens of a block are divided.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxserve.models import ModelConfig
 from jaxserve.scheduling.page_kinds import (
     ONE_KIND,
+    RESERVE_DIVISOR,
     PoolKind,
     chunk_pages,
     longest_held,
@@ -57,12 +58,11 @@ def cache_kinds(
         block_size: number of tokens of a block.
     """
     layout = model_config.page_layout
-    layer = page_bytes / max(1, layout.depth) / block_size
+    layer = page_bytes / layout.depth / block_size
+    layers = [len(kind.layers) for kind in layout.kinds]
     return tuple(
-        CacheKind(kind.name, len(kind.layers), kind.window, len(kind.layers) * each)
-        for kind, each in (
-            (kind, layer * layout.splits(number)) for number, kind in enumerate(layout.kinds)
-        )
+        CacheKind(kind.name, count, kind.window, layer * count * layout.splits(number))
+        for number, (kind, count) in enumerate(zip(layout.kinds, layers, strict=True))
     )
 
 
@@ -87,14 +87,7 @@ class CacheRoom:
     @property
     def tokens(self) -> int:
         """Number of tokens of one long sequence that the cache holds."""
-        blocks = self.num_pages // sum(kind.num_pages for kind in self.kinds)
-        if all(kind.window is None for kind in self.kinds) or len(self.kinds) == 1:
-            return blocks * self.block_size
-        longest = self.num_pages * self.block_size
-        return max(
-            blocks * self.block_size,
-            longest_held(self.kinds, self.num_pages, self.block_size, self.chunk, longest),
-        )
+        return self.longest(self.num_pages * self.block_size)
 
     def longest(self, length: int) -> int:
         """Return the most tokens of one sequence, at most `length`."""
@@ -105,5 +98,6 @@ class CacheRoom:
         if most_pages(self.kinds, length, self.block_size, self.chunk) > self.num_pages:
             return 0
         each = steady_pages(self.kinds, length, self.block_size)
-        reserve = chunk_pages(self.kinds, length, 2 * self.step, self.block_size)
+        most = self.num_pages // RESERVE_DIVISOR
+        reserve = chunk_pages(self.kinds, length, 2 * self.step, self.block_size, most)
         return max(1, (self.num_pages - reserve) // each)
