@@ -161,7 +161,9 @@ def logits_of(
         described = shapes_of_model(config, jnp.float64, None, PLAIN, RANDOM)
         planned = ModelShapes.of(described).leaves_on(mesh)
         assert places(planned) == places(state), "compiled ahead for other parts"
-    heads = config.page_layout.kinds[0].heads * (config.split.devices if config.latent else 1)
+    heads = max((kind.heads for kind in config.page_layout.kinds), default=config.split.devices)
+    if config.latent is not None:  # each device keeps every latent
+        heads *= config.split.devices
     pages: Any = jax.ShapeDtypeStruct((4, heads, 4, config.head_dim), jnp.float64)
     if mesh is not None:
         pages = placed_shapes(mesh, pages, SECOND)
