@@ -96,6 +96,7 @@ class PagePool:
         rows = 0 if self._is_plain else num_pages
         self._counts = np.array(counts)
         self._first_of_kind = np.cumsum([0, *counts[:-1]])
+        self._kind_numbers, self._pages_of_all = np.arange(len(counts))[:, None], sum(counts)
         self._kind_of = np.zeros(rows, np.int8)
         self.block_pages = np.zeros((rows, self._most_of_block), np.int32)
         self.block_pages[:, 0] = np.arange(rows)
@@ -149,15 +150,16 @@ class PagePool:
             pages = self._take(count)
             self.ref_count[pages] = 1
             return pages
-        rows = self._take(count * int(self._counts.sum())).reshape(count, -1)
-        blocks = rows[:, self._first_of_kind].T
-        first = 0
-        for number, kind in enumerate(self.kinds):
-            last, of_kind = first + kind.num_pages, blocks[number]
-            if last > first + 1:
-                self.block_pages[of_kind, 1 : last - first] = rows[:, first + 1 : last]
-            self._kind_of[of_kind], self.ref_count[of_kind] = number, 1
-            first = last
+        rows = self._take(count * self._pages_of_all).reshape(count, -1)
+        blocks = rows.T
+        if self._most_of_block > 1:
+            blocks = blocks[self._first_of_kind]
+            for number, kind in enumerate(self.kinds):
+                first = self._first_of_kind[number]
+                self.block_pages[blocks[number], : kind.num_pages] = rows[
+                    :, first : first + kind.num_pages
+                ]
+        self._kind_of[blocks], self.ref_count[blocks] = self._kind_numbers, 1
         return blocks
 
     def _take(self, count: int) -> np.ndarray:
@@ -190,14 +192,14 @@ class PagePool:
 
     def pages_of(self, blocks: np.ndarray) -> np.ndarray:
         """Return the pages of blocks of any kinds, in their order."""
-        if self._is_plain:
+        if self._most_of_block == 1:
             return blocks
         is_page = np.arange(self._most_of_block) < self._counts[self._kind_of[blocks], None]
         return self.block_pages[blocks][is_page]
 
     def _size(self, blocks: np.ndarray) -> int:
         """Return the number of pages of blocks of any kinds."""
-        if self._is_plain:
+        if self._most_of_block == 1:
             return len(blocks)
         return int(self._counts[self._kind_of[blocks]].sum())
 
@@ -261,7 +263,7 @@ class PagePool:
         """Return the number of pages of the given cached blocks, without blocks in use."""
         if not len(blocks):
             return 0
-        if self._is_plain:
+        if self._most_of_block == 1:
             return int(np.count_nonzero(self.ref_count[blocks] == 0))
         return self._size(blocks[self.ref_count[blocks] == 0])
 
@@ -269,8 +271,8 @@ class PagePool:
         """Let cached blocks that no sequence holds be evicted last, in the given order.
 
         Args:
-            blocks: different blocks of any kinds. Blocks in use, and blocks outside a window, are
-                ignored.
+            blocks: blocks of any kinds. Of a block that occurs twice the last place counts. Blocks
+                in use, and blocks outside a window, are ignored.
         """
         blocks = blocks[self._queue.holds(blocks)]
         self._queue.remove(blocks)

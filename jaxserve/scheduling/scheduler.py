@@ -251,8 +251,7 @@ class Scheduler:
         if len(table.kinds) == 1:
             table.page_table[owner, nth] = allocated
         else:
-            for of_kind, blocks in zip(table.page_tables, allocated, strict=True):
-                of_kind[owner, nth] = blocks
+            table.page_tables[:, owner, nth] = allocated
         table.num_pages[slots] = last
         return True
 
@@ -372,11 +371,11 @@ class Scheduler:
         num_running = self.num_running + len(slots)
         if self.windows.kinds:
             running = np.array([*self._running, *slots], np.intp)
-            needed += self.windows.reserve(num_known, running)
-        else:
-            needed += num_running * table.num_parts
+            fits = self.windows.leave_reserve(free - needed, num_known, running)
+        else:  # a block of its next tokens for each row
+            fits = needed + num_running * table.num_parts <= free
         # If no row runs, all pages are free, and `add` has checked that the sequence fits.
-        return free // table.num_parts * size if needed <= free or num_running == 0 else 0
+        return free // table.num_parts * size if fits or num_running == 0 else 0
 
     def _place(self, sequence: Sequence, hits: list[np.ndarray], cached: int, end: int) -> int:
         """Give a waiting sequence a slot, with pages for its tokens before `end`. Return the slot.
@@ -390,12 +389,17 @@ class Scheduler:
         table, size = self.slots, self.pool.page_size
         slot = table.acquire(sequence)
         fresh = -(-end // size) - cached // size
-        outside = [int(kind.num_outside(cached, size)) for kind in table.kinds]
-        shared = [blocks[first:] for blocks, first in zip(hits, outside, strict=True)]
-        self.pool.share(np.concatenate(shared))  # before an allocation could evict them
-        allocated = self.pool.allocate(fresh).reshape(len(hits), fresh)
-        for kind, (first, blocks) in enumerate(zip(outside, shared, strict=True)):
-            table.put_pages(slot, kind, first, np.concatenate([blocks, allocated[kind]]))
+        if not cached:
+            table.page_tables[:, slot, :fresh] = self.pool.allocate(fresh)
+            table.num_pages[slot] = fresh
+        else:
+            outside = [int(kind.num_outside(cached, size)) for kind in table.kinds]
+            shared = [blocks[first:] for blocks, first in zip(hits, outside, strict=True)]
+            self.pool.share(np.concatenate(shared))  # before an allocation could evict them
+            allocated = self.pool.allocate(fresh).reshape(len(hits), fresh)
+            for kind, (first, blocks) in enumerate(zip(outside, shared, strict=True)):
+                pages = np.concatenate([blocks, allocated[kind]])
+                table.put_pages(slot, kind, first, pages)
         if cached:
             table.num_computed[slot] = cached
             table.num_published[slot] = table.num_windowed[slot] = cached // size
@@ -480,9 +484,9 @@ class Scheduler:
             self.publisher.publish(np.array(slots, np.intp))
         if self.states is not None:
             self.states.end(slots)
-        self.pool.release(*self.slots.release(slots))
         if len(self.slots.kinds) > 1 and self.enable_prefix_caching:
             self.windows.requeue(slots)
+        self.pool.release(*self.slots.release(slots))
         self._running = self._running[self.slots.generation[self._running] > 0]
 
     def check(self) -> None:

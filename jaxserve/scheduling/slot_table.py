@@ -239,10 +239,11 @@ class SlotTable:
         return self.page_tables[kind, slot, self.first_pages[kind, slot] : self.num_pages[slot]]
 
     def all_pages(self, slot: int) -> np.ndarray:
-        """Return the blocks of all kinds that a slot holds, kind by kind."""
+        """Return the blocks of all kinds that a slot holds, in the order of its tokens."""
         if len(self.kinds) == 1:
             return self.pages(slot)
-        return np.concatenate([self.pages(slot, kind) for kind in range(len(self.kinds))])
+        blocks = self.page_tables[:, slot, : self.num_pages[slot]].T.ravel()
+        return blocks[blocks != NULL_PAGE]
 
     def take_unsent(self, slots: np.ndarray) -> np.ndarray:
         """Return the positions in the flat page table whose entries the device does not have yet.

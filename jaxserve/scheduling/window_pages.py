@@ -10,7 +10,7 @@ from jaxserve.scheduling.page_kinds import RESERVE_DIVISOR, chunk_pages
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.publishing import DECODE_STEPS
-from jaxserve.scheduling.slot_table import SlotTable
+from jaxserve.scheduling.slot_table import SlotTable, flat_ranges
 
 # Blocks of its next tokens that are reserved for a row in layers without a window, if others have
 # one.
@@ -42,30 +42,34 @@ class WindowPages:
         """Record how many blocks of a slot's prompt were in the cache, in the first kind."""
         self._branch[slot] = num_matched
 
-    def reserve(self, num_known: int, running: np.ndarray) -> int:
-        """Return the free pages that running rows will need, if layers have windows.
+    def leave_reserve(self, free: int, num_known: int, running: np.ndarray) -> bool:
+        """Return whether `free` pages are enough for all that running rows will need.
 
         These are the pages that prompts lack, the pages of each row's next tokens, and blocks
         outside the windows until two steps are read (see `chunk_pages`).
 
         Args:
-            num_known: number of tokens of a waiting sequence.
+            free: number of free pages without those of a waiting sequence.
+            num_known: number of tokens of the waiting sequence.
             running: the slots of running rows.
         """
         table, size = self._slots, self._pool.page_size
-        lengths, counts = table.length[running], table.num_pages[running]
-        pages = 0
+        lengths, most = table.length[running], self._pool.num_usable // self.reserve_divisor
+        to_compute = int(lengths.sum() - table.num_computed[running].sum())
+        # A bound that holds for every kind. It is usually enough.
+        blocks = (NEXT_BLOCKS + 2) * len(running) + to_compute // size
+        if blocks * table.num_parts + most <= free:
+            return True
+        counts, pages = table.num_pages[running], 0
         for number, kind in enumerate(table.kinds):
             more = size * (NEXT_BLOCKS if kind.window is None else 1)
             ends = np.minimum(lengths + more, table.stop_length[running])
-            blocks = counts - table.first_pages[number, running]
-            lacking = np.maximum(kind.most_blocks(ends, size, size) - blocks, 0)
+            held = counts - table.first_pages[number, running]
+            lacking = np.maximum(kind.most_blocks(ends, size, size) - held, 0)
             pages += int(lacking.sum()) * kind.num_pages
-        tokens = num_known + int((lengths - table.num_computed[running]).sum())
-        tokens = min(tokens, 2 * self._max_tokens)
+        tokens = min(num_known + to_compute, 2 * self._max_tokens)
         longest = max(num_known, int(lengths.max(initial=0)))
-        most = self._pool.num_usable // self.reserve_divisor
-        return pages + chunk_pages(table.kinds, longest, tokens, size, most)
+        return pages + chunk_pages(table.kinds, longest, tokens, size, most) <= free
 
     def is_due(self, plan: LaunchPlan) -> bool:
         """Count a launch that has been read, and return whether blocks should be given back now.
@@ -91,11 +95,11 @@ class WindowPages:
     def give_back(self, slots: np.ndarray) -> None:
         """Release the blocks that are outside the windows of slots."""
         for kind in self.kinds:
-            rows = slots[self.has_outside(slots, kind)]
+            outside = self._num_outside(slots, kind)
+            rows = (outside > self._slots.first_pages[kind, slots]).nonzero()[0]
             if not len(rows):
                 continue
-            outside = self._num_outside(rows, kind)
-            blocks, owner, nth = self._slots.drop_pages(rows, outside, kind)
+            blocks, owner, nth = self._slots.drop_pages(slots[rows], outside[rows], kind)
             if len(self._slots.kinds) == 1:
                 self._pool.give_up(blocks, is_spare=False)
                 continue
@@ -113,20 +117,30 @@ class WindowPages:
             nth: for each block its index.
             kind: the kind of the blocks, which has a window.
         """
-        size, window = self._pool.page_size, self._slots.kinds[kind].window
-        assert window is not None
-        most = -(-2 * window // size)
-        to_end, to_branch = self._slots.num_prompt[slots] // size - nth, self._branch[slots] - nth
+        most, prompts = self._most_before_end(kind), self._slots.num_prompt[slots]
+        to_end, to_branch = prompts // self._pool.page_size - nth, self._branch[slots] - nth
         return ((to_end > 0) & (to_end <= most)) | ((to_branch > 0) & (to_branch <= most))
 
-    def requeue(self, slots: list[int]) -> None:
-        """Let the blocks of released slots be evicted position by position, the last one first.
+    def _most_before_end(self, kind: int) -> int:
+        window = self._slots.kinds[kind].window
+        assert window is not None
+        return -(-2 * window // self._pool.page_size)
 
-        Blocks that were given back while the sequence ran would be evicted first otherwise, and a
-        prefix is of use only with the blocks of all kinds.
+    def requeue(self, slots: list[int]) -> None:
+        """Let blocks before a place where prompts part be evicted last, before slots are released.
+
+        They were given back while the sequences ran, and a prefix is of use only with the blocks of
+        all kinds.
         """
-        table = self._slots
-        for slot in slots:
-            keys = table.page_keys[slot, : table.num_published[slot]]
-            kinds = [self._pool.find(keys, kind) for kind in range(len(table.kinds))]
-            self._pool.touch(np.array(kinds).T[::-1].ravel())
+        table, ended = self._slots, np.array(slots)
+        ends = np.array([self._branch[ended], table.num_prompt[ended] // self._pool.page_size])
+        for kind in self.kinds:
+            # Blocks after these were held to the end.
+            last = np.minimum(ends, table.first_pages[kind, ended])
+            first = np.maximum(ends - self._most_before_end(kind), 0)
+            if not np.count_nonzero(last > first):
+                continue
+            owner, nth = flat_ranges(
+                np.tile(ended, 2), first.ravel(), np.maximum(last, first).ravel()
+            )
+            self._pool.touch(self._pool.find(table.page_keys[owner, nth], kind)[::-1])

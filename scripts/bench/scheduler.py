@@ -11,6 +11,7 @@ Parts, each in a process of its own so that memory and garbage collection do not
                 included)
     long        the same with slots for 131,072 positions, of which the trace uses few, and the most
                 bytes that a step of decodes sends to the device
+    kinds       the same as step, for a model of which some layers have a window of 1,024 tokens
     idle        the same beside a simulated device whose steps take 4 ms: the share of the time for
                 which it is idle, overlapped as the engine does it, and in turns
     requests    all requests through 1,024 slots, prefix cache off: CPU seconds, memory, leaks,
@@ -35,13 +36,14 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from jaxserve.request import Request, SamplingParams
+from jaxserve.scheduling.page_kinds import ONE_KIND, PoolKind
 from jaxserve.scheduling.page_pool import PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
@@ -57,6 +59,7 @@ MAX_MODEL_LEN = 8192
 PAGE_SIZE = 16
 MILLION = 1_000_000
 DEVICE_SECONDS = 4e-3
+WINDOW = 1024
 Result = dict[str, float]
 
 
@@ -125,6 +128,7 @@ class Loop:
         pack: lays each plan out as the engine would, and returns the words to
             send. None leaves it out.
         max_model_len: positions that each slot has room for.
+        kinds: the kinds of pages of the model.
 
     Attributes:
         device: runs the steps. None means one that answers at once.
@@ -140,9 +144,11 @@ class Loop:
         prefix_caching: bool,
         pack: Callable[[LaunchPlan, SlotTable], int] | None = None,
         max_model_len: int = MAX_MODEL_LEN,
+        kinds: Iterable[PoolKind] = ONE_KIND,
     ) -> None:
-        self.pool = PagePool(pages + 1, PAGE_SIZE)
-        self.slots = SlotTable(slots, max_model_len, PAGE_SIZE)
+        kinds = tuple(kinds)
+        self.pool = PagePool(pages * sum(kind.num_pages for kind in kinds) + 1, PAGE_SIZE, kinds)
+        self.slots = SlotTable(slots, max_model_len, PAGE_SIZE, kinds)
         self.scheduler = Scheduler(
             self.pool,
             self.slots,
@@ -207,7 +213,7 @@ def number_of_steps(requests: int) -> int:
     return 2000 if requests >= 20_000 else 200
 
 
-def step_loop(max_model_len: int = MAX_MODEL_LEN) -> Loop:
+def step_loop(max_model_len: int = MAX_MODEL_LEN, kinds: Iterable[PoolKind] = ONE_KIND) -> Loop:
     """Make a loop of 256 slots, with prefix cache and pack."""
     # Imported here: it imports JAX, whose memory the other parts must not count.
     from jaxserve.execution.batch import pack
@@ -223,12 +229,15 @@ def step_loop(max_model_len: int = MAX_MODEL_LEN) -> Loop:
         sent = sum(rows.nbytes for _, rows in whole) + pack(plan, table, bucket, new).nbytes
         return sent if bucket.decode_only else 0
 
-    return Loop(slots, 40_000, budget, True, lay, max_model_len)
+    return Loop(slots, 40_000, budget, True, lay, max_model_len, kinds)
 
 
-def bench_step(requests: int, max_model_len: int = MAX_MODEL_LEN) -> Result:
+def bench_step(
+    requests: int, max_model_len: int = MAX_MODEL_LEN, kinds: Iterable[PoolKind] = ONE_KIND
+) -> Result:
     """Measure one step at 256 rows, with prefix cache and pack."""
-    loop, workload, steps = step_loop(max_model_len), Workload(), number_of_steps(requests)
+    loop, workload = step_loop(max_model_len, kinds), Workload()
+    steps = number_of_steps(requests)
     waiting = loop.slots.num_slots
     warm_up(loop, workload, steps, waiting)
     times, cpu, adding = np.zeros((steps, 3)), 0.0, 0.0
@@ -349,6 +358,7 @@ def bench_queue(requests: int) -> Result:
 PARTS = {
     "step": bench_step,
     "long": partial(bench_step, max_model_len=131_072),
+    "kinds": partial(bench_step, kinds=(PoolKind(), PoolKind(WINDOW))),
     "idle": bench_idle,
     "requests": bench_requests,
     "prefix": bench_prefix,

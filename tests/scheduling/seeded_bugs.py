@@ -182,8 +182,8 @@ SCHEDULE_BUGS = (
     Bug(
         "admission does not look at free pages",
         SCHEDULER,
-        "free // table.num_parts * size if needed <= free or num_running == 0 else 0",
-        "return True",
+        "free // table.num_parts * size if fits or num_running == 0 else 0",
+        "free // table.num_parts * size",
     ),
     Bug(
         "a blocked sequence waits until all have ended",

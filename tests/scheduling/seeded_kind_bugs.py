@@ -60,10 +60,11 @@ KIND_BUGS = (
     Bug(
         "kinds: hits of another kind are evicted while the first is allocated",
         SCHEDULER,
-        "        self.pool.share(np.concatenate(shared))  # before an allocation could evict them\n"
-        "        allocated = self.pool.allocate(fresh).reshape(len(hits), fresh)\n",
-        "        allocated = self.pool.allocate(fresh).reshape(len(hits), fresh)\n"
-        "        self.pool.share(np.concatenate(shared))\n",
+        "            self.pool.share(np.concatenate(shared))  # before an allocation could evict "
+        "them\n"
+        "            allocated = self.pool.allocate(fresh).reshape(len(hits), fresh)\n",
+        "            allocated = self.pool.allocate(fresh).reshape(len(hits), fresh)\n"
+        "            self.pool.share(np.concatenate(shared))\n",
     ),
     Bug(
         "kinds: only the first page of an evicted block becomes free",
@@ -74,8 +75,8 @@ KIND_BUGS = (
     Bug(
         "kinds: a reserve of one step's tokens",
         WINDOWS,
-        "tokens = min(tokens, 2 * self._max_tokens)",
-        "tokens = min(tokens, self._max_tokens)",
+        "tokens = min(num_known + to_compute, 2 * self._max_tokens)",
+        "tokens = min(num_known + to_compute, self._max_tokens)",
         only_slow=True,
     ),
 )
