@@ -36,27 +36,38 @@ class LiveSequence:
     sequence: Sequence
     sink: Sink  # the receiver, called with each delta
     detokenizer: Detokenizer | None  # the detokenizer, or None if no text is requested
+    # Whether the receiver takes the tokens of a launch as arrays, in one delta, without text.
+    takes_arrays: bool = False
     arrived: float = 0.0  # the time of arrival (`time.monotonic`)
     first_token: float = 0.0  # the time at which the first token was read, 0 before
 
-    def delta(self, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> Delta:
+    def delta(
+        self,
+        tokens: list[int] | np.ndarray,
+        logprobs: TokenLogprobs | None = None,
+        weights_version: str = "0",
+    ) -> Delta:
         """Return a Delta with new tokens of this sequence, their logprobs and all final text.
 
-        It also contains the prompt's log-probabilities, once, when they are complete.
+        It also contains the prompt's log-probabilities, once, when they are complete. With an array
+        of tokens it is a delta of arrays, without text.
         """
         sequence, text, prompt = self.sequence, self.detokenizer, self.sequence.prompt_logprobs
+        array = None if isinstance(tokens, list) else tokens
         return Delta(
             sequence.request.request_id,
             sequence.index,
-            "" if text is None else text.take(),
-            token_ids,
+            "" if text is None or array is not None else text.take(),
+            tokens if isinstance(tokens, list) else [],
             max(sequence.num_cached, 0),
             logprobs=logprobs,
             prompt_logprobs=(
                 prompt.take()
-                if prompt and token_ids and prompt.is_complete and not prompt.is_sent
+                if prompt and len(tokens) and prompt.is_complete and not prompt.is_sent
                 else None
             ),
+            tokens=array,
+            weights_version=weights_version,
         )
 
     def times(self, now: float) -> SequenceTimes:
@@ -117,6 +128,7 @@ class Delivery:
         # The number of delivered tokens that were the first of their sequence.
         self.num_first_tokens = 0
         self._now = 0.0
+        self._version = "0"  # the version of the weights of the launch being delivered
 
     def add(self, request_id: str, lives: list[LiveSequence]) -> None:
         """Register the sequences of a request, after they have been added to the scheduler."""
@@ -155,58 +167,98 @@ class Delivery:
             last = min(int(logprobs.ends[row]), first + sequence.num_prompt - 1 - start)
             prompt.put(start, logprobs.logprobs.part(slice(first, last), prompt.width))
 
-    def deliver(self, result: StepResult, logprobs: StepLogprobs | None) -> None:
-        self._now = time.monotonic()
+    def deliver(
+        self, result: StepResult, logprobs: StepLogprobs | None, weights_version: str
+    ) -> None:
+        """Send the new tokens of a committed launch, and end the sequences that it has ended.
+
+        Args:
+            result: the effects of the launch.
+            logprobs: its log-probabilities, or None if no row requests any.
+            weights_version: the version of the weights that have computed the launch.
+        """
+        self._now, self._version = time.monotonic(), weights_version
         ended = {
             sequence
             for sequence in result.finished
             if sequence.finish_reason is not FinishReason.ERROR
         }
-        without: list[TokenLogprobs | None] = [None] * len(result.sequences)
-        of_tokens = without if logprobs is None else logprobs.of_draws(result.drawn)
-        if logprobs is not None and logprobs.logits is not None:
-            self._scores.put(of_tokens, result, logprobs.logits)
-        drawn = zip(result.sequences, result.token_ids, of_tokens, strict=True)
-        following = [*result.sequences[1:], None]
-        for (sequence, token, logprob), then in zip(drawn, following, strict=False):
+        drawn = None
+        if logprobs is not None:
+            drawn = logprobs.of_draws(result.drawn, result.counts)
+            if logprobs.logits is not None:
+                self._scores.put(drawn.by_host, result, logprobs.logits)
+        for row, (sequence, place, last) in enumerate(result.rows()):
             live = self._live.get(sequence)
-            if live is None:  # it ended with an earlier token of the launch
+            if live is None:
                 continue
-            self.num_tokens += 1
-            try:
-                is_last = then is not sequence and sequence in ended
-                self._deliver_token(live, token, logprob, is_last)
-            except GrammarError as error:
-                self.end(live, FinishReason.ERROR, error.as_refusal())
-            except Exception as error:  # an error of the text library ends this request only
-                is_library = isinstance(error, TokenizerFailure)
-                _log.error("detokenization failed: %s", error, exc_info=not is_library)
-                self.end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
+            if live.takes_arrays:
+                scores = None if drawn is None else drawn.part(row, slice(place, last))
+                self._deliver(live, result.tokens[place:last], scores, sequence in ended)
+                continue
+            while place < last and live.sequence in self._live:
+                scores = None if drawn is None else drawn.part(row, slice(place, place + 1))
+                is_last = place + 1 == last and sequence in ended
+                self._deliver(live, [result.token_ids[place]], scores, is_last)
+                place += 1
         for sequence in result.finished:
             live = self._live.get(sequence)
             if live is not None:  # it ended without a token
                 self.end(live, FinishReason.ERROR, live.why_none(self._scores.vocab_size))
 
-    def _deliver_token(
-        self, live: LiveSequence, token: int, logprob: TokenLogprobs | None, ended: bool
+    def _deliver(
+        self,
+        live: LiveSequence,
+        tokens: list[int] | np.ndarray,
+        logprobs: TokenLogprobs | None,
+        ended: bool,
+    ) -> None:
+        """Send successive new tokens of a sequence in one delta, up to the end of its text.
+
+        An error of the text library or the grammar ends this request only.
+
+        Args:
+            live: the sequence.
+            tokens: the tokens: one as a list, or several as an array for a receiver of arrays.
+            logprobs: their log-probabilities, if requested.
+            ended: whether the last of these tokens ended the sequence.
+        """
+        try:
+            self._deliver_tokens(live, tokens, logprobs, ended)
+        except GrammarError as error:
+            self.end(live, FinishReason.ERROR, error.as_refusal())
+        except Exception as error:
+            is_library = isinstance(error, TokenizerFailure)
+            _log.error("detokenization failed: %s", error, exc_info=not is_library)
+            self.end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
+
+    def _deliver_tokens(
+        self,
+        live: LiveSequence,
+        tokens: list[int] | np.ndarray,
+        logprobs: TokenLogprobs | None,
+        ended: bool,
     ) -> None:
         sequence, text = live.sequence, live.detokenizer
-        stopped = complete = False
         if not live.first_token:
             live.first_token = self._now
             self.num_first_tokens += 1
-        if sequence.constraint is not None and not ended:
-            complete = self._slots.advance(sequence, token)
-        if text is not None and not (ended and live.hides_last):
-            stopped = text.add(token)
+        self.num_tokens += len(tokens)
+        stopped = complete = False
+        if text is not None or sequence.constraint is not None:
+            count, stopped, complete = self._advance(live, tokens, ended)
+            if count < len(tokens):  # later tokens of the launch are dropped
+                self.num_tokens -= len(tokens) - count
+                ended, tokens = False, tokens[:count]
+                logprobs = None if logprobs is None else logprobs.first(count)
         if (stopped or complete) and not ended:
             self._scheduler.finish(sequence, FinishReason.STOP)
         if not (stopped or complete or ended):
-            self._send(live, live.delta([token], logprob))
+            self._send(live, live.delta(tokens, logprobs, self._version))
             return
         if text is not None:
             text.finish()
-        delta = live.delta([token], logprob)
+        delta = live.delta(tokens, logprobs, self._version)
         delta.finish_reason = FinishReason.STOP if stopped else sequence.finish_reason
         if stopped and text is not None:
             delta.stop_reason = text.stop
@@ -215,6 +267,33 @@ class Delivery:
         delta.times = live.times(self._now)
         self._forget(live)
         self._send(live, delta)
+
+    def _advance(
+        self, live: LiveSequence, tokens: list[int] | np.ndarray, ended: bool
+    ) -> tuple[int, bool, bool]:
+        """Add new tokens to the text and the grammar of a sequence, until one of them is complete.
+
+        Args:
+            live: the sequence.
+            tokens: the new tokens.
+            ended: whether the last of them ended the sequence.
+
+        Returns:
+            The number of tokens that were added, whether the text contains a stop string, and
+            whether the grammar is complete.
+        """
+        sequence, text = live.sequence, live.detokenizer
+        stopped = complete = False
+        count, token_ids = 0, tokens if isinstance(tokens, list) else tokens.tolist()
+        for count, token in enumerate(token_ids, 1):
+            is_last = ended and count == len(token_ids)
+            if sequence.constraint is not None and not is_last:
+                complete = self._slots.advance(sequence, token)
+            if text is not None and not (is_last and live.hides_last):
+                stopped = text.add(token)
+            if stopped or complete:
+                break
+        return count, stopped, complete
 
     def _send(self, live: LiveSequence, delta: Delta) -> None:
         try:

@@ -8,6 +8,8 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
@@ -25,19 +27,22 @@ class Delta:
     request_id: str  # the engine's id of the request
     index: int  # the number of the completion
     text: str
-    token_ids: list[int]
+    token_ids: list[int]  # empty in a delta of arrays (see `tokens`)
     num_cached_tokens: int  # the prompt tokens that were found in the prefix cache
     finish_reason: FinishReason | None = None  # the reason of the end, in the last delta
     # The stop token or text that ended the completion, if one did.
     stop_reason: int | str | None = None
     error: str | None = None  # the error that ended the completion, if one did
     parameter: str | None = None  # the invalid parameter if the request caused the error
-    logprobs: TokenLogprobs | None = None  # one row per token in `token_ids`, if requested
+    logprobs: TokenLogprobs | None = None  # one row per new token, if requested
     # One row per prompt token except the first, if requested. They come once, with the first token
     # of completion 0.
     prompt_logprobs: TokenLogprobs | None = None
     # The times of the sequence, in the last delta if a token ended the completion.
     times: SequenceTimes | None = None
+    # int32, all new tokens of one launch, for a receiver of arrays. Otherwise None.
+    tokens: np.ndarray | None = None
+    weights_version: str = "0"  # the version of the weights that the new tokens were drawn with
 
     def fail(self, error: str | InvalidRequest) -> None:
         """Set `error` to an error's message, and `parameter` to an InvalidRequest's field."""

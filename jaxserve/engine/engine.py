@@ -95,6 +95,7 @@ class Engine:
         self._recovery = Recovery(self.scheduler, self.slots)
         scores = DrawScores(self.slots, self.config.logprobs_mode, self.limits.vocab_size)
         self._delivery = Delivery(self.scheduler, self.slots, self._recovery, scores)
+        self.weights_version = "0"  # the version of the weights of the launches in flight
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_failed_steps = 0
@@ -106,11 +107,12 @@ class Engine:
         if self._events is not None:
             self.pool.on_change = self._events.add
 
-    def add(self, request: Request, sink: Sink) -> None:
+    def add(self, request: Request, sink: Sink, takes_arrays: bool = False) -> None:
         """Queue a request at the scheduler: one sequence for each of its `n` completions.
 
         Args:
             sink: called with every Delta of the request's completions.
+            takes_arrays: whether the deltas have the tokens of a launch as arrays, without text.
 
         Raises:
             InvalidRequest: the request id is in use, or the request does not fit into the KV cache.
@@ -129,7 +131,8 @@ class Engine:
             )
             if request.sampling.prompt_logprobs is not None and index == 0:
                 sequence.prompt_logprobs = self._prompt_logprobs(request)
-            lives.append(LiveSequence(sequence, sink, self._detokenizer(request), now))
+            text = self._detokenizer(request)
+            lives.append(LiveSequence(sequence, sink, text, takes_arrays, now))
         for live in lives:
             self.scheduler.add(live.sequence)
         self._delivery.add(request.request_id, lives)
@@ -262,8 +265,8 @@ class Engine:
         self._num_steps += 1
         # As in vLLM, a row that has computed its whole prompt also counts its sampled token.
         steps, before = step.plan.num_steps, self._delivery.num_first_tokens
-        self._delivery.deliver(result, logprobs)
-        count = step.plan.total_tokens if steps == 1 else len(result.token_ids)
+        self._delivery.deliver(result, logprobs, self.weights_version)
+        count = step.plan.total_tokens if steps == 1 else len(result.tokens)
         first = self._delivery.num_first_tokens - before
         self.step_tokens.add((count + first) / steps, steps)
 

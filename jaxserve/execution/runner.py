@@ -50,6 +50,7 @@ SetRows = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
 _EDITS, _ALLOWED = int(SamplerFeature.EDITS), int(SamplerFeature.ALLOWED)
 _SCORES, _LOGITS = int(SamplerFeature.SCORES), int(SamplerFeature.LOGITS)
 _PROMPT_LOGPROBS = int(SamplerFeature.PROMPT_LOGPROBS)
+_ALTERNATIVES = int(SamplerFeature.ALTERNATIVES | SamplerFeature.PROMPT_ALTERNATIVES)
 
 
 @dataclass(frozen=True)
@@ -290,10 +291,12 @@ class Runner:
         if rows is not None:
             rows.copy_to_host_async()
         has_positions = scores or not (bucket.decode_only or bucket.keeps_logits)
-        step = InFlight(plan, output, bucket, None, has_positions, submitted, expert_rows=rows)
+        has_others = any_features & _ALTERNATIVES != 0
+        kinds = has_positions, has_others, submitted
+        step = InFlight(plan, output, bucket, None, *kinds, expert_rows=rows)
         if not any_features & _SCORES:
             return step
-        for leaf in output.logprobs or ():
+        for leaf in (output.logprobs or ())[: None if has_others else 2]:
             leaf.copy_to_host_async()
         if logits is not None:
             logits.copy_to_host_async()

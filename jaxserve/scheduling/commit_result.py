@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +18,26 @@ from jaxserve.scheduling.slot_table import SlotTable
 class StepResult:
     """The effects of one committed launch: its new tokens, and the sequences that ended."""
 
-    # The sequence of each token in `token_ids`. After a launch of several steps, a sequence occurs
-    # several times in succession.
-    sequences: list[Sequence]
-    token_ids: list[int]
+    sequences: list[Sequence]  # the sequences of the N rows that keep at least one token
+    tokens: np.ndarray  # int32, the tokens of the first row, then of the second, and so on
+    # int32[N], the number of tokens of each row, or None if it is one for each.
+    counts: np.ndarray | None
     finished: list[Sequence]  # sequences that ended. They have a finish_reason and no slot.
-    drawn: np.ndarray  # bool[R], the rows of the plan that the tokens belong to
+    drawn: np.ndarray  # bool[R], the N rows of the plan that the tokens belong to
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """`tokens` as a list, for receivers of single tokens."""
+        return self.tokens.tolist()
+
+    def rows(self) -> Iterator[tuple[Sequence, int, int]]:
+        """Yield the sequence of each of the N rows, with the range of its tokens in `tokens`."""
+        num_rows = len(self.sequences)
+        ends = range(1, num_rows + 1) if self.counts is None else self.counts.cumsum().tolist()
+        first = 0
+        for sequence, end in zip(self.sequences, ends, strict=True):
+            yield sequence, first, end
+            first = end
 
 
 class DrawnTokens(NamedTuple):

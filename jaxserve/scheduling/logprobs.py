@@ -32,6 +32,12 @@ class TokenLogprobs(NamedTuple):
         places = np.arange(1, self.top_ids.shape[1] + 1, dtype=np.int32)
         return np.tile(places, (len(self.top_ids), 1))
 
+    def first(self, count: int) -> TokenLogprobs:
+        """Return a view of the first `count` of the N tokens."""
+        return TokenLogprobs(
+            *(None if column is None else column[:count] for column in self)  # pyright: ignore
+        )
+
     def part(self, rows: slice, width: int) -> TokenLogprobs:
         """Return a copy of some of the N tokens, with at most `width` alternatives each.
 
@@ -116,27 +122,55 @@ class StepLogprobs(NamedTuple):
     # probabilities.
     widths: np.ndarray
     ends: np.ndarray  # int32[R], for each row the position after its last element in `logprobs`
-    # T elements, one for the successor of each token of the step. R elements, one for the sampled
-    # token of each row, if no row requests prompt scores. None if no row requests any.
+    # T elements, one for the successor of each token of the step. R elements for each step, one for
+    # the sampled token of each row, if no row requests prompt scores. None if no row requests any.
     logprobs: TokenLogprobs | None
     # float[R, V], the logits of each row's sampled token if the host scores them.
     logits: np.ndarray | None = None
     # The log-probabilities of prompt tokens that the host computed, by row.
     prompts: Mapping[int, TokenLogprobs] = MappingProxyType({})
+    of_step: int = 0  # the elements of `logprobs` of each step of a launch
 
-    def of_draws(self, drawn: np.ndarray) -> list[TokenLogprobs | None]:
-        """Return for each sampled token its log-probabilities, or None if its row requests none.
+    def of_draws(self, drawn: np.ndarray, counts: np.ndarray | None) -> DrawLogprobs:
+        """Return the log-probabilities of the sampled tokens that sequences keep.
 
         Args:
-            drawn: bool[R], the rows that sampled a token.
+            drawn: bool[R], the rows that keep a token.
+            counts: int[N], the tokens that each of these N rows keeps. None if it is one for each.
         """
-        rows, logprobs = np.flatnonzero(drawn), self.logprobs
-        if logprobs is None:
-            return [None] * len(rows)
-        return [
-            logprobs.part(slice(end - 1, end), width) if width >= 0 else None
-            for end, width in zip(self.ends[rows].tolist(), self.widths[rows].tolist(), strict=True)
-        ]
+        rows = np.flatnonzero(drawn)
+        where, logprobs = self.ends[rows] - 1, self.logprobs
+        if logprobs is not None:
+            if counts is not None:
+                firsts = (counts.cumsum() - counts).repeat(counts)
+                steps = np.arange(len(firsts)) - firsts
+                where = where.repeat(counts) + steps * self.of_step
+            logprobs = TokenLogprobs(*(column[where] for column in logprobs[:4]))
+        return DrawLogprobs(logprobs, self.widths[rows].tolist(), {})
+
+
+class DrawLogprobs(NamedTuple):
+    """The log-probabilities of the tokens of a launch that sequences keep, row by row."""
+
+    # One element for each token, or None if no row requests any from the device.
+    logprobs: TokenLogprobs | None
+    # The number of alternatives that each of the rows requests, -1 if it requests nothing.
+    widths: list[int]
+    by_host: dict[int, TokenLogprobs]  # those of the tokens of rows that the host has scored
+
+    def part(self, row: int, tokens: slice) -> TokenLogprobs | None:
+        """Return a copy of the log-probabilities of tokens of a row, or None without a request.
+
+        Args:
+            row: the number of the row among those that keep tokens.
+            tokens: the tokens, by their place among those of all rows.
+        """
+        if row in self.by_host:
+            return self.by_host[row]
+        width = self.widths[row]
+        if self.logprobs is None or width < 0:
+            return None
+        return self.logprobs.part(tokens, width)
 
 
 class PromptLogprobs:

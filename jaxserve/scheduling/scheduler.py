@@ -219,7 +219,7 @@ class Scheduler:
         if table.num_guided and (is_waiting := budgets.awaits_token(table, running)).any():
             remaining[is_waiting], max_steps = 0, min(max_steps, budgets.BESIDE_WAITING)
         slots = running[remaining > 0]
-        alone = table.is_guided[slots] | (table.features[slots] & SamplerFeature.SCORES)
+        alone = table.is_guided[slots] | (table.features[slots] & SamplerFeature.LOGITS)
         if not len(slots) or alone.any():
             return None
         if (length[remaining > 0] - table.num_computed[slots] != 1).any():
@@ -436,7 +436,7 @@ class Scheduler:
         table = self.slots
         current = table.generation[plan.slots] == plan.generations
         draws = draws_of(table, plan, token_ids, ok, current)
-        owners = slots = draws.slots
+        slots = draws.slots
         if draws.counts is None:
             table.put_tokens(slots, draws.length - 1, draws.tokens)
         else:
@@ -451,7 +451,7 @@ class Scheduler:
             self.states.settle(self.states.pending_slots)
         if self.windows.kinds and self.windows.is_due(plan):
             self._give_back(plan.slots[valid])
-        sequences = table.sequences[owners].tolist()
+        sequences = table.sequences[slots].tolist()
         finished: list[Sequence] = []
         for slot, is_stop in zip(ending.tolist(), draws.is_stop[last].tolist(), strict=True):
             sequence = table.sequences[slot]
@@ -466,7 +466,7 @@ class Scheduler:
         if finished:
             # `note` has published the pages of all that ended well.
             self._vacate([sequence.slot for sequence in finished], draws.failed is None)
-        return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
+        return StepResult(sequences, draws.tokens, draws.counts, finished, draws.drawn)
 
     def _give_back(self, slots: np.ndarray) -> None:
         if len(self.slots.kinds) > 1:

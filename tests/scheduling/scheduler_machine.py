@@ -267,13 +267,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence in draws:
             steps = step.plan.row_steps
             most = 1 if steps is None else int(steps[owners[sequence]])
-            count = result.sequences.count(sequence)
+            count = sum(last - first for s, first, last in result.rows() if s is sequence)
             assert count == most or (count < most and sequence in result.finished)
-        for sequence, token in zip(result.sequences, result.token_ids, strict=True):
-            self.streamed[sequence].append(token)
-            expected = self.runner.expected[sequence].tokens
-            length = sequence.num_prompt + len(self.streamed[sequence])
-            assert token == expected[length - 1], "another token than when served alone"
+        assert len(set(result.sequences)) == len(result.sequences)
+        for sequence, first, last in result.rows():
+            known = sequence.num_prompt + len(self.streamed[sequence])
+            tokens = result.token_ids[first:last]
+            self.streamed[sequence] += tokens
+            expected = self.runner.expected[sequence].tokens[known : known + len(tokens)]
+            assert tokens == list(expected), "other tokens than when served alone"
         errors = {
             s for s, row in owners.items() if not ok[: self._steps_of(s, step, row), row].all()
         }
