@@ -16,6 +16,7 @@ from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.batch import RequestBatch
 from jaxserve.engine.beam_search import BeamSearch, run_searches, step_settings
 from jaxserve.engine.metrics import EngineStats, Metric
+from jaxserve.engine.rollout import Rollout, RolloutBatch, sampling_of_rollout
 from jaxserve.engine.thread import EngineOwner
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress
@@ -102,6 +103,39 @@ class LLM(EngineOwner):
             prompts, sampling_params, tokenization_kwargs=tokenization_kwargs, **options
         )
         return self._run(requests, texts, use_tqdm)
+
+    def rollout(
+        self,
+        prompts: prompt_forms.Prompt | Listing[prompt_forms.Prompt],
+        sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        **options: Any,
+    ) -> Rollout:
+        """Generate completions of one or more prompts, and return them as NumPy arrays.
+
+        There is one row per completion, in the order and with the tokens of `generate`, and with
+        the log-probability of each token. The `n` completions of a prompt share its cache pages.
+
+        Args:
+            prompts: see `generate`.
+            sampling_params: see `generate`. `logprobs` is ignored, and `prompt_logprobs` and
+                `logprob_token_ids` are refused.
+            use_tqdm: whether to show a progress bar.
+            **options: priority, cache_salt and tokenization_kwargs, see `generate`.
+
+        Raises:
+            InvalidRequest, EngineClosed, EngineDead: see `generate`.
+        """
+        many = prompt_forms.as_list(prompts)
+        settings = prompt_forms.one_each(sampling_params, len(many), "sampling_params")
+        default = self.get_default_sampling_params()
+        # Prompts with the same settings share them afterwards too.
+        changed = {
+            id(one): sampling_of_rollout(default if one is None else one) for one in settings
+        }
+        requests, _ = self._requests_of(many, [changed[id(one)] for one in settings], **options)
+        return RolloutBatch(self._thread, requests).wait(use_tqdm)
 
     def _requests_of(
         self,

@@ -75,7 +75,7 @@ class EngineThread:
         if self._closing:
             raise EngineClosed("the engine is closed")
 
-    def add(self, request: Request, sink: Sink) -> None:
+    def add(self, request: Request, sink: Sink, takes_arrays: bool = False) -> None:
         """Start a request on the engine's thread, without waiting.
 
         Every completion gets exactly one Delta with a finish_reason, even if the engine refuses the
@@ -83,6 +83,7 @@ class EngineThread:
 
         Args:
             sink: called with each Delta on the engine's thread, so it must return quickly.
+            takes_arrays: whether the deltas have the tokens of a launch as arrays, without text.
 
         Raises:
             EngineClosed, EngineDead: see `check_open`.
@@ -90,7 +91,7 @@ class EngineThread:
 
         def deliver() -> None:
             try:
-                self.engine.add(request, sink)
+                self.engine.add(request, sink, takes_arrays)
             except Exception as error:
                 for index in range(request.sampling.n):
                     sink(_failed(request, index, error))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.request import FinishReason
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -125,3 +126,23 @@ def _draws_of_several(
         (lasts[stop_step, rows] & ends)[drawn],
         current & ~ends,
     )
+
+
+def end_sequences(table: SlotTable, plan: LaunchPlan, draws: DrawnTokens) -> list[Sequence]:
+    """Set the finish_reason of the sequences that a launch ends, and return these sequences.
+
+    Their tokens are in the slot table already, and they still have their slots.
+    """
+    finished: list[Sequence] = []
+    last = draws.is_last.nonzero()[0]
+    for slot, is_stop in zip(draws.slots[last].tolist(), draws.is_stop[last].tolist(), strict=True):
+        sequence = table.sequences[slot]
+        if is_stop:
+            sequence.stop_token = int(table.tokens[slot, table.num_known[slot] - 1])
+        sequence.finish_reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
+        finished.append(sequence)
+    for slot in () if draws.failed is None else plan.slots[draws.failed].tolist():
+        sequence = table.sequences[slot]
+        sequence.finish_reason = FinishReason.ERROR
+        finished.append(sequence)
+    return finished

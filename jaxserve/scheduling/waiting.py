@@ -34,6 +34,7 @@ class WaitingQueue:
         self._line: deque[_Entry] = deque()
         self._heap: list[_Entry] = []
         self._num_dead = 0
+        self._aside: list[Sequence] = []
 
     def __len__(self) -> int:
         return len(self._line) + len(self._heap) - self._num_dead
@@ -67,6 +68,16 @@ class WaitingQueue:
         """Remove the sequence that `peek` has just returned, and return it."""
         entry = heapq.heappop(self._heap) if self._jumps_line() else self._line.popleft()
         return entry[-1]
+
+    def set_aside(self) -> None:
+        """Remove the sequence that `peek` has just returned, until `restore` puts it back."""
+        self._aside.append(self.pop())
+
+    def restore(self) -> None:
+        """Put the sequences that were set aside back into their places."""
+        for sequence in self._aside:
+            self.push(sequence)
+        self._aside.clear()
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a waiting sequence that has ended. Its finish_reason must be set."""

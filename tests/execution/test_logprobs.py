@@ -105,28 +105,28 @@ def test_positions_are_scored_where_a_row_asks(num_tokens: int) -> None:
             np.testing.assert_allclose(one[wanted >= 0], other[wanted >= 0], atol=1e-5)
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 32, 33, 100])
+@pytest.mark.parametrize("num_rows", [1, 33, 4096])
 def test_values_of_a_row_do_not_depend_on_the_rows_beside_it(num_rows: int) -> None:
-    """All rows of a step against blocks of their own, compiled as an engine compiles them."""
+    """All rows of a step against blocks of their own, compiled as an engine compiles them.
+
+    Of 4,096 logarithms at once XLA rounds some differently.
+    """
     rng = np.random.default_rng(num_rows)
-    logits = rng.normal(0, 4, (num_rows, 3000)).astype(np.float32)
-    tokens = rng.integers(0, 3000, num_rows).astype(np.int32)
-    columns = Columns(logits.shape[1])
-    score = jax.jit(logprobs_of)
-    draw = jax.jit(lambda batch: draw_logprobs(logits, tokens, batch, columns))
-    batch = batch_of([SamplingParams(logprobs=2)] * num_rows, [0] * num_rows, 0)
-    found = draw(batch)
-    for first in range(0, num_rows, 30):
-        rows = slice(first, min(first + BLOCK, num_rows))
-        alone = score(logits[rows], tokens[rows])
-        for one, other in zip(found, alone, strict=True):
+    logits = rng.normal(0, 4, (num_rows, 300)).astype(np.float32)
+    tokens = jnp.asarray(rng.integers(0, 300, num_rows).astype(np.int32))
+    score, columns = jax.jit(logprobs_of), Columns(logits.shape[1])
+    draw = jax.jit(lambda logits, batch: draw_logprobs(logits, tokens, batch, columns))
+    found = draw(logits, batch_of([SamplingParams(logprobs=2)] * num_rows, [0] * num_rows, 0))
+    for first in range(0, num_rows, BLOCK):
+        rows = slice(first, first + BLOCK)
+        for one, other in zip(found, score(logits[rows], tokens[rows]), strict=True):
             assert np.array_equal(one[rows], other)
 
 
 @pytest.mark.parametrize("num_rows", [3, 40])
 def test_alternatives_are_computed_for_requests_alone(num_rows: int) -> None:
-    logits = np.random.default_rng(0).normal(0, 4, (num_rows, 300)).astype(np.float32)
-    tokens = np.arange(num_rows, dtype=np.int32)
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 4, (num_rows, 300)), jnp.float32)
+    tokens = jnp.arange(num_rows, dtype=jnp.int32)
     draw = jit(lambda batch: draw_logprobs(logits, tokens, batch, Columns(300)))
 
     def drawn(logprobs: int | None) -> list[np.ndarray]:
