@@ -49,15 +49,14 @@ class LiveSequence:
     ) -> Delta:
         """Return a Delta with new tokens of this sequence, their logprobs and all final text.
 
-        It also contains the prompt's log-probabilities, once, when they are complete. With an array
-        of tokens it is a delta of arrays, without text.
+        It also contains the prompt's log-probabilities, once, when they are complete. A receiver of
+        arrays gets no text.
         """
         sequence, text, prompt = self.sequence, self.detokenizer, self.sequence.prompt_logprobs
-        array = None if isinstance(tokens, list) else tokens
         return Delta(
             sequence.request.request_id,
             sequence.index,
-            "" if text is None or array is not None else text.take(),
+            "" if text is None or self.takes_arrays else text.take(),
             tokens if isinstance(tokens, list) else [],
             max(sequence.num_cached, 0),
             logprobs=logprobs,
@@ -66,7 +65,7 @@ class LiveSequence:
                 if prompt and len(tokens) and prompt.is_complete and not prompt.is_sent
                 else None
             ),
-            tokens=array,
+            tokens=None if isinstance(tokens, list) else tokens,
             weights_version=weights_version,
         )
 

@@ -131,7 +131,8 @@ class Engine:
             )
             if request.sampling.prompt_logprobs is not None and index == 0:
                 sequence.prompt_logprobs = self._prompt_logprobs(request)
-            text = self._detokenizer(request)
+            has_text = request.sampling.stop if takes_arrays else request.sampling.detokenize
+            text = self._detokenizer(request) if has_text else None
             lives.append(LiveSequence(sequence, sink, text, takes_arrays, now))
         for live in lives:
             self.scheduler.add(live.sequence)
@@ -147,7 +148,7 @@ class Engine:
         return PromptLogprobs(count, width, as_logits or width > MAX_LOGPROBS, as_logits)
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
-        if self.tokenizer is None or not request.sampling.detokenize:
+        if self.tokenizer is None:
             return None
         tail = request.prompt_token_ids[-16:].tolist()
         return Detokenizer(self.tokenizer, tail, request.sampling)

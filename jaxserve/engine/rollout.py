@@ -79,7 +79,7 @@ class Rollout:
 def sampling_of_rollout(sampling: Any) -> Any:
     """Return the settings with which the completions of a rollout are generated.
 
-    They request the log-probability of each token, and texts only if stop strings need them.
+    They request the log-probability of each token.
 
     Raises:
         InvalidRequest: the settings request values that a rollout does not have.
@@ -93,7 +93,7 @@ def sampling_of_rollout(sampling: Any) -> Any:
                 "None; LLM.generate returns them",
                 name,
             )
-    return replace(sampling, logprobs=0, detokenize=bool(sampling.stop))
+    return sampling if sampling.logprobs == 0 else replace(sampling, logprobs=0)
 
 
 @dataclass
