@@ -187,7 +187,7 @@ class SamplingParams:
             thinking can be recognized. None is no limit.
 
     Attributes:
-        features: flags of `SamplerFeature` for settings of extra cost (all but those of
+        features: flags of `SamplerFeature` for settings of extra cost (not of settings of
             prompts).
 
     Raises:

@@ -20,7 +20,7 @@ from jaxserve.text.detokenizer import Detokenizer
 class Rollout:
     """Completions with their prompts, as arrays with one row per completion.
 
-    B is the number of completions: those of the first prompt, then those of the second, and so on.
+    B is the number of completions, in the order of the prompts.
     L is the length of the longest row. A row is a prompt, its completion, and padding.
 
     Attributes:
@@ -97,7 +97,7 @@ def sampling_of_rollout(sampling: Any) -> Any:
 
 
 @dataclass
-class _Row:
+class _Completion:
     """The tokens and log-probabilities of one completion, as one array per launch."""
 
     tokens: list[np.ndarray] = field(default_factory=list[np.ndarray])
@@ -132,7 +132,7 @@ class RolloutBatch(StartedRequests):
         super().__init__(thread, requests, takes_arrays=True)
         self._tokenizer = thread.engine.tokenizer
         self._rows = {
-            request.request_id: [_Row() for _ in range(request.sampling.n)]
+            request.request_id: [_Completion() for _ in range(request.sampling.n)]
             for request in self.requests
         }
 

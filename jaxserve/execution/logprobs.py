@@ -175,7 +175,7 @@ def _in_blocks(
             necessary, for reading and for writing.
         block: a function of the first token of a block, and of the values of its tokens so far. It
             returns the new values of its tokens.
-        none: the initial values.
+        none: the initial values of all tokens.
     """
 
     def step(index: Array, logprobs: DeviceLogprobs) -> DeviceLogprobs:

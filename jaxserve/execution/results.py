@@ -72,16 +72,16 @@ class InFlight:
         )
 
     def _logprobs(self) -> tuple[TokenLogprobs | None, int]:
-        """Return the log-probabilities of all steps one after another, and the count of a step."""
+        # The log-probabilities of all steps one after another, and the number of a step.
         if self.output.logprobs is None:
             return None, 0
-        own, others = self.output.logprobs[:2], self.output.logprobs[2:]
-        columns = [np.asarray(leaf).reshape(-1) for leaf in own]
+        tokens, others = self.output.logprobs[:2], self.output.logprobs[2:]
+        columns = [np.asarray(leaf).reshape(-1) for leaf in tokens]
         if self.has_alternatives:
             columns += [np.asarray(leaf).reshape(-1, leaf.shape[-1]) for leaf in others]
         else:  # they stay on the device
             columns += [np.zeros((len(columns[0]), 0), leaf.dtype) for leaf in others]
-        return TokenLogprobs(*columns), own[0].shape[-1]
+        return TokenLogprobs(*columns), tokens[0].shape[-1]
 
 
 def score_prompts(

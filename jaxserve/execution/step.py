@@ -335,11 +335,7 @@ def decode_steps(
         is_last = is_stop & (length >= batch.min_length) | (length + 1 >= batch.stop_length)
         active &= (output.token_ids != NO_TOKEN) & ~is_last
         written = token_ids.at[done].set(output.token_ids)
-
-        def put(steps: Array, step: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(steps, step[None], done, 0)
-
-        logprobs = jax.tree.map(put, logprobs, output.logprobs)
+        logprobs = jax.tree.map(partial(_with_step, done), logprobs, output.logprobs)
         return done + 1, active, state, written, logprobs
 
     def goes_on(carry: Launch) -> Bool[Array, ""]:
@@ -359,6 +355,12 @@ def _traced_once(
     # The loop reuses the trace that was made to find the shapes.
 
     return jax.jit(partial(_take_step, graphdef, treedef, **options), inline=True)
+
+
+def _with_step(
+    number: Int32[Array, ""], steps: Float[Array, "steps ..."], step: Float[Array, ...]
+) -> Array:
+    return lax.dynamic_update_slice_in_dim(steps, step[None], number, 0)
 
 
 def _zeros(steps: int, leaf: jax.ShapeDtypeStruct) -> Array:

@@ -154,16 +154,16 @@ class DrawLogprobs(NamedTuple):
 
     # One element for each token, or None if no row requests any from the device.
     logprobs: TokenLogprobs | None
-    # The number of alternatives that each of the rows requests, -1 if it requests nothing.
+    # The number of alternatives that each of the rows requests, -1 without a request.
     widths: list[int]
-    by_host: dict[int, TokenLogprobs]  # those of the tokens of rows that the host has scored
+    by_host: dict[int, TokenLogprobs]  # of the rows that the host has scored
 
     def part(self, row: int, tokens: slice) -> TokenLogprobs | None:
         """Return a copy of the log-probabilities of tokens of a row, or None without a request.
 
         Args:
-            row: the number of the row among those that keep tokens.
-            tokens: the tokens, by their place among those of all rows.
+            row: the number of the row among the rows that keep tokens.
+            tokens: the places of the tokens among the tokens of all rows.
         """
         if row in self.by_host:
             return self.by_host[row]
