@@ -23,6 +23,7 @@ WORK = {
     "nine": SamplingParams(temperature=1.0, seed=8, max_tokens=18, logprobs=20, prompt_logprobs=3),
 }
 ALONE = {
+    "listed": SamplingParams(temperature=0, max_tokens=6, logprob_token_ids=[3, 5]),
     "guided": SamplingParams(
         seed=3, max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[0-9]{4}")
     ),

@@ -122,6 +122,7 @@ def test_a_rollout_equals_generate(
         rollout = roll_out(llm)
         stats = llm.stats()
         llm.check()
+        assert stats.generation_tokens == rollout.mask.sum()
         assert llm.stats().pages_in_use == 0 and stats.num_compiles == 0
         assert stats.num_preemptions > 0
     assert max(plan.num_steps for plan in plans) == steps
