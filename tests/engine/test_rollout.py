@@ -50,10 +50,10 @@ WORK = [
     ("penalties", SamplingParams(seed=2, repetition_penalty=1.6, max_tokens=19)),
     ("more", SamplingParams(seed=2, presence_penalty=1.5, frequency_penalty=0.7, max_tokens=19)),
     ("biases", SamplingParams(seed=2, logit_bias={9: 4.0}, bad_words=["b", "c"], max_tokens=18)),
-    ("texts", SamplingParams(n=3, seed=11, temperature=1.2, stop=["a", "e"], max_tokens=40)),
+    ("texts", SamplingParams(n=12, seed=11, stop=list("abcdefghijklmnop"), max_tokens=40)),
     (
         "with them",
-        SamplingParams(seed=12, stop=["o", "qu"], include_stop_str_in_output=True, max_tokens=40),
+        SamplingParams(seed=12, stop=list("qrst"), include_stop_str_in_output=True, max_tokens=40),
     ),
     ("guided", SamplingParams(n=2, seed=3, max_tokens=9, structured_outputs=DIGITS)),
 ]

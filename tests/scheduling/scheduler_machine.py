@@ -350,11 +350,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _waiting(self) -> list[Sequence]:
         """Return the sequences that wait, except for pages that another completion computes."""
         size, table = self.setup.page_size, self.slots
-        computing = set()
+        computing, complete = set(), set()
         for sequence in self.scheduler.running_sequences():
             slot, shared = sequence.slot, (sequence.num_prompt - 1) // size * size
-            if max(table.num_committed[slot], table.num_published[slot] * size) < shared:
-                computing.add(sequence.request.request_id)
+            done = max(table.num_committed[slot], table.num_published[slot] * size)
+            (computing if done < shared else complete).add(sequence.request.request_id)
+        computing -= complete
         if not self.setup.prefix_caching or self.setup.kind != "continuous":
             computing.clear()
         return [

@@ -232,14 +232,20 @@ SCHEDULE_BUGS = (
     Bug(
         "completions wait for the last page of a prompt, which they cannot share",
         SIBLINGS,
-        "return (num_prompt - 1) // size * size",
-        "return num_prompt // size * size",
+        "return (sequence.num_prompt - 1) // size * size",
+        "return sequence.num_prompt // size * size",
     ),
     Bug(
         "completions wait though their prompt is in the cache",
         SIBLINGS,
-        "is_computed = cached < self._num_shared(sequence.num_prompt)",
-        "is_computed = True",
+        "is_short = cached < self._num_shared(sequence)",
+        "is_short = True",
+    ),
+    Bug(
+        "completions wait for each other's prompt though its pages are of no use",
+        SIBLINGS,
+        "return is_computing and not is_complete",
+        "return is_computing",
     ),
     Bug(
         "all completions compute the prompt",

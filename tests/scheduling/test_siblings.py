@@ -85,6 +85,14 @@ def test_another_computes_the_prompt_if_the_first_is_aborted() -> None:
     assert [one.num_cached for one in others] == [8, 16]
 
 
+def test_pages_that_cannot_be_used_are_not_waited_for_again() -> None:
+    served = Served()
+    served.add_several(4, 14, max_tokens=9)
+    served.step()
+    served.pool.clear_cache()
+    assert steps(served)[0] == {0: 1, 1: 14, 2: 14, 3: 14}
+
+
 @pytest.mark.parametrize(("length", "options"), [(4, {}), (17, {"enable_prefix_caching": False})])
 def test_without_pages_to_share_nobody_waits(length: int, options: dict[str, bool]) -> None:
     served = Served(**options)
