@@ -45,7 +45,7 @@ class LiveSequence:
         self,
         tokens: list[int] | np.ndarray,
         logprobs: TokenLogprobs | None = None,
-        weights_version: str = "0",
+        version: str = "",
     ) -> Delta:
         """Return a Delta with new tokens of this sequence, their logprobs and all final text.
 
@@ -59,6 +59,7 @@ class LiveSequence:
             "" if text is None or self.takes_arrays else text.take(),
             tokens if isinstance(tokens, list) else [],
             max(sequence.num_cached, 0),
+            version,
             logprobs=logprobs,
             prompt_logprobs=(
                 prompt.take()
@@ -66,7 +67,6 @@ class LiveSequence:
                 else None
             ),
             tokens=None if isinstance(tokens, list) else tokens,
-            weights_version=weights_version,
         )
 
     def times(self, now: float) -> SequenceTimes:
@@ -127,7 +127,7 @@ class Delivery:
         # The number of delivered tokens that were the first of their sequence.
         self.num_first_tokens = 0
         self._now = 0.0
-        self._version = "0"  # the version of the weights of the launch being delivered
+        self.weights_version = "0"  # the weights that compute the tokens
 
     def add(self, request_id: str, lives: list[LiveSequence]) -> None:
         """Register the sequences of a request, after they have been added to the scheduler."""
@@ -166,17 +166,14 @@ class Delivery:
             last = min(int(logprobs.ends[row]), first + sequence.num_prompt - 1 - start)
             prompt.put(start, logprobs.logprobs.part(slice(first, last), prompt.width))
 
-    def deliver(
-        self, result: StepResult, logprobs: StepLogprobs | None, weights_version: str
-    ) -> None:
+    def deliver(self, result: StepResult, logprobs: StepLogprobs | None) -> None:
         """Send the new tokens of a committed launch, and end the sequences that it has ended.
 
         Args:
             result: the effects of the launch.
             logprobs: its log-probabilities, or None if no row requests any.
-            weights_version: the version of the weights that have computed the launch.
         """
-        self._now, self._version = time.monotonic(), weights_version
+        self._now = time.monotonic()
         ended = {
             sequence
             for sequence in result.finished
@@ -253,11 +250,11 @@ class Delivery:
         if (stopped or complete) and not ended:
             self._scheduler.finish(sequence, FinishReason.STOP)
         if not (stopped or complete or ended):
-            self._send(live, live.delta(tokens, logprobs, self._version))
+            self._send(live, live.delta(tokens, logprobs, self.weights_version))
             return
         if text is not None:
             text.finish()
-        delta = live.delta(tokens, logprobs, self._version)
+        delta = live.delta(tokens, logprobs, self.weights_version)
         delta.finish_reason = FinishReason.STOP if stopped else sequence.finish_reason
         if stopped and text is not None:
             delta.stop_reason = text.stop

@@ -29,6 +29,7 @@ class Delta:
     text: str
     token_ids: list[int]  # empty in a delta of arrays (see `tokens`)
     num_cached_tokens: int  # the prompt tokens that were found in the prefix cache
+    version: str = ""  # the weights that computed the tokens, "" without tokens
     finish_reason: FinishReason | None = None  # the reason of the end, in the last delta
     # The stop token or text that ended the completion, if one did.
     stop_reason: int | str | None = None
@@ -42,7 +43,6 @@ class Delta:
     times: SequenceTimes | None = None
     # int32, all new tokens of one launch, for a receiver of arrays. Otherwise None.
     tokens: np.ndarray | None = None
-    weights_version: str = "0"  # the version of the weights that the new tokens were drawn with
 
     def fail(self, error: str | InvalidRequest) -> None:
         """Set `error` to an error's message, and `parameter` to an InvalidRequest's field."""

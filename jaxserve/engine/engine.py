@@ -95,7 +95,6 @@ class Engine:
         self._recovery = Recovery(self.scheduler, self.slots)
         scores = DrawScores(self.slots, self.config.logprobs_mode, self.limits.vocab_size)
         self._delivery = Delivery(self.scheduler, self.slots, self._recovery, scores)
-        self.weights_version = "0"  # the version of the weights of the launches in flight
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_failed_steps = 0
@@ -199,6 +198,11 @@ class Engine:
             self.scheduler.add(live.sequence)
 
     @property
+    def weights_version(self) -> str:
+        """The version of the weights, "0" until an update."""
+        return self._delivery.weights_version
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._in_flight is not None
 
@@ -266,7 +270,7 @@ class Engine:
         self._num_steps += 1
         # As in vLLM, a row that has computed its whole prompt also counts its sampled token.
         steps, before = step.plan.num_steps, self._delivery.num_first_tokens
-        self._delivery.deliver(result, logprobs, self.weights_version)
+        self._delivery.deliver(result, logprobs)
         count = step.plan.total_tokens if steps == 1 else len(result.tokens)
         first = self._delivery.num_first_tokens - before
         self.step_tokens.add((count + first) / steps, steps)

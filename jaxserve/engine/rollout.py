@@ -110,8 +110,8 @@ class _Completion:
     def add(self, delta: Delta) -> None:
         if delta.tokens is not None:
             assert delta.logprobs is not None
-            if not self.weight_versions or self.weight_versions[-1][1] != delta.weights_version:
-                self.weight_versions.append((self.count, delta.weights_version))
+            if not self.weight_versions or self.weight_versions[-1][1] != delta.version:
+                self.weight_versions.append((self.count, delta.version))
             self.tokens.append(delta.tokens)
             self.logprobs.append(delta.logprobs.logprob)
             self.count += len(delta.tokens)

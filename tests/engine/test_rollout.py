@@ -288,7 +288,7 @@ def test_tokens_have_the_version_of_their_weights(
         # As an update does: launches before it have been read.
         engine = llm._thread.engine
         engine._drain()
-        engine.weights_version = next(names, "second")
+        engine._delivery.weights_version = next(names, "second")
         return submit(plan, slots)
 
     monkeypatch.setattr(loaded.runner, "submit", watched)
