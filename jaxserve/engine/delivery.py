@@ -16,7 +16,7 @@ from jaxserve.engine.recovery import Recovery
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
 from jaxserve.scheduling.commit_result import StepResult
-from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs
+from jaxserve.scheduling.logprobs import DrawLogprobs, StepLogprobs, TokenLogprobs
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
@@ -184,43 +184,44 @@ class Delivery:
             drawn = logprobs.of_draws(result.drawn, result.counts)
             if logprobs.logits is not None:
                 self._scores.put(drawn.by_host, result, logprobs.logits)
-        for row, (sequence, place, last) in enumerate(result.rows()):
+        for row, (sequence, first, last) in enumerate(result.rows()):
             live = self._live.get(sequence)
-            if live is None:
-                continue
-            if live.takes_arrays:
-                scores = None if drawn is None else drawn.part(row, slice(place, last))
-                self._deliver(live, result.tokens[place:last], scores, sequence in ended)
-                continue
-            while place < last and live.sequence in self._live:
-                scores = None if drawn is None else drawn.part(row, slice(place, place + 1))
-                is_last = place + 1 == last and sequence in ended
-                self._deliver(live, [result.token_ids[place]], scores, is_last)
-                place += 1
+            if live is not None:
+                self._deliver_row(live, result, (row, first, last), drawn, sequence in ended)
         for sequence in result.finished:
             live = self._live.get(sequence)
             if live is not None:  # it ended without a token
                 self.end(live, FinishReason.ERROR, live.why_none(self._scores.vocab_size))
 
-    def _deliver(
+    def _deliver_row(
         self,
         live: LiveSequence,
-        tokens: list[int] | np.ndarray,
-        logprobs: TokenLogprobs | None,
+        result: StepResult,
+        places: tuple[int, int, int],
+        drawn: DrawLogprobs | None,
         ended: bool,
     ) -> None:
-        """Send successive new tokens of a sequence in one delta, up to the end of its text.
+        """Send the new tokens of one sequence: one by one, or together to a receiver of arrays.
 
         An error of the text library or the grammar ends this request only.
 
         Args:
-            live: the sequence.
-            tokens: the tokens: one as a list, or several as an array for a receiver of arrays.
-            logprobs: their log-probabilities, if requested.
-            ended: whether the last of these tokens ended the sequence.
+            places: the number of the row in `result`, and the range of its tokens there.
+            drawn: the log-probabilities of all rows, if a row requests some.
+            ended: whether the last of the tokens ended the sequence.
         """
+        row, first, last = places
         try:
-            self._deliver_tokens(live, tokens, logprobs, ended)
+            if live.takes_arrays:
+                scores = None if drawn is None else drawn.of_row(row, first, last)
+                self._deliver_tokens(live, result.tokens[first:last], scores, ended)
+                return
+            for place in range(first, last):
+                scores = None if drawn is None else drawn.of_token(row, place)
+                is_last = ended and place + 1 == last
+                self._deliver_tokens(live, [result.token_ids[place]], scores, is_last)
+                if live.sequence not in self._live:
+                    return
         except GrammarError as error:
             self.end(live, FinishReason.ERROR, error.as_refusal())
         except Exception as error:
@@ -235,18 +236,33 @@ class Delivery:
         logprobs: TokenLogprobs | None,
         ended: bool,
     ) -> None:
+        """Send successive new tokens of a sequence in one delta, up to the end of its text.
+
+        Args:
+            live: the sequence.
+            tokens: the tokens, as an array for a receiver of arrays.
+            logprobs: their log-probabilities, if requested.
+            ended: whether the last of the tokens ended the sequence.
+        """
         sequence, text = live.sequence, live.detokenizer
         if not live.first_token:
             live.first_token = self._now
             self.num_first_tokens += 1
-        self.num_tokens += len(tokens)
         stopped = complete = False
+        count = len(tokens)
         if text is not None or sequence.constraint is not None:
-            count, stopped, complete = self._advance(live, tokens, ended)
-            if count < len(tokens):  # later tokens of the launch are dropped
-                self.num_tokens -= len(tokens) - count
-                ended, tokens = False, tokens[:count]
-                logprobs = None if logprobs is None else logprobs.first(count)
+            token_ids = tokens if isinstance(tokens, list) else tokens.tolist()
+            for place, token in enumerate(token_ids, 1):
+                is_last = ended and place == count
+                if sequence.constraint is not None and not is_last:
+                    complete = self._slots.advance(sequence, token)
+                if text is not None and not (is_last and live.hides_last):
+                    stopped = text.add(token)
+                if (stopped or complete) and place < count:  # later tokens are dropped
+                    ended, count, tokens = False, place, tokens[:place]
+                    logprobs = None if logprobs is None else logprobs.first(place)
+                    break
+        self.num_tokens += count
         if (stopped or complete) and not ended:
             self._scheduler.finish(sequence, FinishReason.STOP)
         if not (stopped or complete or ended):
@@ -263,33 +279,6 @@ class Delivery:
         delta.times = live.times(self._now)
         self._forget(live)
         self._send(live, delta)
-
-    def _advance(
-        self, live: LiveSequence, tokens: list[int] | np.ndarray, ended: bool
-    ) -> tuple[int, bool, bool]:
-        """Add new tokens to the text and the grammar of a sequence, until one of them is complete.
-
-        Args:
-            live: the sequence.
-            tokens: the new tokens.
-            ended: whether the last of them ended the sequence.
-
-        Returns:
-            The number of tokens that were added, whether the text contains a stop string, and
-            whether the grammar is complete.
-        """
-        sequence, text = live.sequence, live.detokenizer
-        stopped = complete = False
-        count, token_ids = 0, tokens if isinstance(tokens, list) else tokens.tolist()
-        for count, token in enumerate(token_ids, 1):
-            is_last = ended and count == len(token_ids)
-            if sequence.constraint is not None and not is_last:
-                complete = self._slots.advance(sequence, token)
-            if text is not None and not (is_last and live.hides_last):
-                stopped = text.add(token)
-            if stopped or complete:
-                break
-        return count, stopped, complete
 
     def _send(self, live: LiveSequence, delta: Delta) -> None:
         try:

@@ -139,38 +139,68 @@ class StepLogprobs(NamedTuple):
             counts: int[N], the tokens that each of these N rows keeps. None if it is one for each.
         """
         rows = np.flatnonzero(drawn)
-        where, logprobs = self.ends[rows] - 1, self.logprobs
-        if logprobs is not None:
-            if counts is not None:
-                firsts = (counts.cumsum() - counts).repeat(counts)
-                steps = np.arange(len(firsts)) - firsts
-                where = where.repeat(counts) + steps * self.of_step
-            logprobs = TokenLogprobs(*(column[where] for column in logprobs[:4]))
-        return DrawLogprobs(logprobs, self.widths[rows].tolist(), {})
+        where = self.ends[rows] - 1
+        if counts is not None:
+            firsts = (counts.cumsum() - counts).repeat(counts)
+            steps = np.arange(len(firsts)) - firsts
+            where = where.repeat(counts) + steps * self.of_step
+        return DrawLogprobs(self.logprobs, where, self.widths[rows].tolist())
 
 
-class DrawLogprobs(NamedTuple):
-    """The log-probabilities of the tokens of a launch that sequences keep, row by row."""
+class DrawLogprobs:
+    """The log-probabilities of the tokens of a launch that sequences keep, row by row.
 
-    # One element for each token, or None if no row requests any from the device.
-    logprobs: TokenLogprobs | None
-    # The number of alternatives that each of the rows requests, -1 without a request.
-    widths: list[int]
-    by_host: dict[int, TokenLogprobs]  # of the rows that the host has scored
+    Args:
+        logprobs: the log-probabilities of the launch, or None if no row requests any from the
+            device.
+        where: int[tokens], the place of each token in `logprobs`.
+        widths: the number of alternatives that each row requests, -1 without a request.
 
-    def part(self, row: int, tokens: slice) -> TokenLogprobs | None:
-        """Return a copy of the log-probabilities of tokens of a row, or None without a request.
+    Attributes:
+        by_host: the log-probabilities of the rows that the host has scored, by the number of the
+            row.
+    """
+
+    def __init__(
+        self, logprobs: TokenLogprobs | None, where: np.ndarray, widths: list[int]
+    ) -> None:
+        self.by_host: dict[int, TokenLogprobs] = {}
+        self._logprobs = logprobs
+        self._where = where
+        self._places: list[int] = where.tolist()
+        self._widths = widths
+        self._gathered: TokenLogprobs | None = None
+
+    def of_token(self, row: int, token: int) -> TokenLogprobs | None:
+        """Return a copy of the log-probabilities of one token, or None without a request.
 
         Args:
             row: the number of the row among the rows that keep tokens.
-            tokens: the places of the tokens among the tokens of all rows.
+            token: the number of the token among the tokens of all rows.
         """
-        if row in self.by_host:
-            return self.by_host[row]
-        width = self.widths[row]
-        if self.logprobs is None or width < 0:
-            return None
-        return self.logprobs.part(tokens, width)
+        width, place = self._widths[row], self._places[token]
+        if self._logprobs is None or width < 0:
+            return self.by_host.get(row)
+        return self._logprobs.part(slice(place, place + 1), width)
+
+    def of_row(self, row: int, first: int, last: int) -> TokenLogprobs | None:
+        """Return the log-probabilities of all tokens of a row, or None without a request.
+
+        Args:
+            row: see `of_token`.
+            first, last: the range of the row's tokens among the tokens of all rows.
+        """
+        width = self._widths[row]
+        if self._logprobs is None or width < 0:
+            return self.by_host.get(row)
+        if self._gathered is None:  # once for all rows
+            columns = (column[self._where] for column in self._logprobs[:4])
+            self._gathered = TokenLogprobs(*columns)
+        logprob, rank, ids, values = self._gathered[:4]
+        tokens = slice(first, last)
+        return TokenLogprobs(
+            logprob[tokens], rank[tokens], ids[tokens, :width], values[tokens, :width]
+        )
 
 
 class PromptLogprobs:
