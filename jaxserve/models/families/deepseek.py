@@ -1,11 +1,13 @@
 """DeepSeek-V2 and V3 (2024, arXiv:2405.04434 and 2412.19437): latent attention, shared experts.
 
 V2 chooses experts by softmax probability, V3 by sigmoid scores plus a correction. The first layers
-are dense. Reference implementations: `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM` in Hugging
-Face Transformers. The modules that predict further tokens are not used.
+are dense. Sarvam 105B (2026) is V3 with other names of fields. Reference implementations:
+`DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM` in Hugging Face Transformers. The modules that
+predict further tokens are not used.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +22,7 @@ from jaxserve.models.config.experts import (
 from jaxserve.models.config.fields import Fields, shown
 from jaxserve.models.config.latent import MAX_RANK, MAX_SIZE, Latent
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import ROUTING, ConfigRules
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope_scaling
@@ -117,11 +120,12 @@ def read_latent(fields: Fields, interleaved: bool, whole_head: bool = False) -> 
         value=fields.integer("v_head_dim", 1, MAX_SIZE),
         interleaved=interleaved,
     )
-    # Both fields are derived. Most classes of Transformers store the rotated part as head_dim.
+    # Both fields are derived. Most classes of Transformers store the rotated part as head_dim, and
+    # files for vLLM the size of a cell of the cache.
     head = latent.key if whole_head else latent.rotary
-    for name, size in (("head_dim", head), ("qk_head_dim", latent.key)):
-        if fields.has(name) and fields.take(name) != size:
-            fields.refuse(name, f"{size}, or nothing")
+    for name, sizes in (("head_dim", (head, latent.cell)), ("qk_head_dim", (latent.key,))):
+        if fields.has(name) and fields.take(name) not in sizes:
+            fields.refuse(name, f"{' or '.join(map(str, sizes))}, or nothing")
         fields.take(name)
     return latent
 
@@ -302,6 +306,15 @@ GGUF = GgufRules(
     ),
     latent=True,
 )  # fmt: skip
+_V3_RULES = ConfigRules(
+    "deepseek_v3",
+    aliases=frozenset({"kimi_k2"}),
+    neutral=MappingProxyType({**NEUTRAL, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
+    ignored=IGNORED | {"num_nextn_predict_layers"},
+    extra_layers="num_nextn_predict_layers",
+    experts=_v3_experts,
+    latent=v3_latent,
+)
 DEEPSEEK = Family(
     architectures={
         "DeepseekV2ForCausalLM": Architecture(
@@ -317,19 +330,29 @@ DEEPSEEK = Family(
             latent_weights,
         ),
         "DeepseekV3ForCausalLM": Architecture(
-            ConfigRules(
-                "deepseek_v3",
-                aliases=frozenset({"kimi_k2"}),
-                neutral=MappingProxyType(
-                    {**NEUTRAL, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+            _V3_RULES,
+            v3_weights,
+            FamilyTraits(router="sigmoid"),
+        ),
+        "SarvamMLAForCausalLM": Architecture(
+            replace(
+                _V3_RULES,
+                model_type="sarvam_mla",
+                aliases=frozenset(),
+                renamed=MappingProxyType(
+                    {
+                        "num_experts": "n_routed_experts",
+                        "num_mtp_layers": "num_nextn_predict_layers",
+                        "num_shared_experts": "n_shared_experts",
+                        "q_head_dim": "qk_head_dim",
+                    }
                 ),
-                ignored=IGNORED | {"num_nextn_predict_layers"},
-                extra_layers="num_nextn_predict_layers",
-                experts=_v3_experts,
-                latent=v3_latent,
+                defaults=MappingProxyType({"n_group": 1, "q_lora_rank": None, "topk_group": 1}),
+                rope=RopeRules(kinds=(*RopeRules.kinds, "deepseek_yarn")),
             ),
             v3_weights,
             FamilyTraits(router="sigmoid"),
+            computed_by="DeepseekV3ForCausalLM",
         ),
     },
     gguf={"deepseek2": GGUF},
