@@ -29,6 +29,7 @@ from jaxserve.models.gguf.metadata import (
     FURTHER,
     GgufMetadata,
     Raw,
+    has_tensor,
     read_rope_scaling,
     read_scored,
 )
@@ -249,7 +250,8 @@ def finish_latent_gguf(gguf: GgufMetadata, raw: Raw) -> None:
 
 
 def _finish_router(gguf: GgufMetadata, raw: Raw) -> None:
-    gating = gguf.get("expert_gating_func") or SOFTMAX
+    corrected = has_tensor(gguf, ".exp_probs_b.bias")
+    gating = gguf.get("expert_gating_func") or (SIGMOID if corrected else SOFTMAX)
     if gating not in (SOFTMAX, SIGMOID):
         raise UnsupportedModel(
             f"{gguf.path}: {gguf.key('expert_gating_func')} is {shown(gating)}; allowed: "
