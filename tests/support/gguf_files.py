@@ -312,6 +312,9 @@ def write_gguf(
     raw, family = raw or raw_config(case), case.partition("_")[0]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
     add_metadata(writer, raw, family, older=older)
+    if family == "apertus":
+        add_curves(writer, tensors, raw["num_hidden_layers"])
+        tensors = {name: tensor for name, tensor in tensors.items() if ".act_fn." not in name}
     for key, value in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)
         _add(writer, key, value)
@@ -320,9 +323,6 @@ def write_gguf(
         writer.add_tensor("rope_factors_long.weight", np.float32(LONG["long_factor"]))
         writer.add_tensor("rope_factors_short.weight", np.float32(LONG["short_factor"]))
     add_trait_tensors(writer, raw, family)
-    if family == "apertus":
-        add_curves(writer, tensors, raw["num_hidden_layers"])
-        tensors = {name: tensor for name, tensor in tensors.items() if ".act_fn." not in name}
     for name, tensor in parts_of(family, raw, tensors, older):
         other = trait_name(family, name) or names.get_name(name, try_suffixes=(".weight", ".bias"))
         if other is None and older:

@@ -58,9 +58,9 @@ def _weights(config: ModelConfig) -> list[WeightName]:
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    read_scored(gguf, raw)
     read_rope(gguf, raw)
     read_windows(gguf, raw)
-    read_scored(gguf, raw)
     raw["mup_enabled"] = True  # as in llama.cpp's code
     raw["sliding_window"] = raw.get("sliding_window") or None
 

@@ -291,9 +291,7 @@ def _read_ropes(gguf: GgufMetadata, raw: Raw) -> None:
     if scaling_of(gguf)[0] != "none" or any(
         gguf.get(key, size) != size for key, size in zip(keys, sizes, strict=True)
     ):
-        raise UnsupportedModel(
-            f"{gguf.path}: the rotary embedding is scaled, or of a part of heads"
-        )
+        raise UnsupportedModel(f"{gguf.path}: the rotary embedding is scaled, or of parts of heads")
     share = 1.0
     if "rope_freqs.weight" in gguf.tensors:
         divisors = np.array(gguf.read_factors("rope_freqs.weight"))

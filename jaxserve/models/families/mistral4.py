@@ -67,8 +67,8 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     finish_latent_gguf(gguf, raw)
     scaling = raw.pop("rope_scaling", {})
     if scaling.get("rope_type") != "yarn":
-        key = gguf.key("rope.scaling.type")
-        raise UnsupportedModel(f"{gguf.path}: {key} is {shown(gguf.get(key))}; allowed: 'yarn'")
+        key, kind = gguf.key("rope.scaling.type"), gguf.get("rope.scaling.type")
+        raise UnsupportedModel(f"{gguf.path}: {key} is {shown(kind)}; allowed: 'yarn'")
     growth = gguf.get("attention.temperature_scale", 0.0)
     raw[ROPE] = scaling | {"rope_theta": raw["rope_theta"], "llama_4_scaling_beta": growth}
 
