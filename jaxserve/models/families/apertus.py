@@ -58,14 +58,15 @@ def _curves(gguf: GgufMetadata, layers: int) -> Mapping[str, np.ndarray]:
             )
     values = dict[str, np.ndarray]()
     for name in ("alpha_p", "alpha_n"):
-        numbers = gguf.values.get(f"xielu.{name}")
-        if np.shape(numbers) != (layers,):
+        numbers = np.asarray(gguf.values.get(f"xielu.{name}"))
+        if numbers.shape != (layers,):
             raise UnsupportedModel(
-                f"{gguf.path}: xielu.{name} is {shown(numbers)}; allowed: a number for each of "
-                f"{layers} layers"
+                f"{gguf.path}: xielu.{name} is {shown(gguf.values.get(f'xielu.{name}'))}; allowed: "
+                f"a number for each of {layers} layers"
             )
-        for layer, number in enumerate(np.float32(numbers)):
-            values[f"model.layers.{layer}.mlp.act_fn.{name}"] = number[None]
+        for layer in range(layers):
+            path = f"model.layers.{layer}.mlp.act_fn.{name}"
+            values[path] = numbers[layer : layer + 1].astype(np.float32)
     return values
 
 
