@@ -235,8 +235,8 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     if gguf.get("attention.value_length_swa", raw.get("head_dim")) != raw.get("head_dim"):
         raise UnsupportedModel(f"{gguf.path}: keys and values of different sizes")
     heads = _of_layers(gguf, "attention.head_count_kv", len(kinds))
-    windowed = {own for own, kind in zip(heads, kinds, strict=True) if kind == SLIDING}
-    others = {own for own, kind in zip(heads, kinds, strict=True) if kind == FULL}
+    windowed = {count for count, kind in zip(heads, kinds, strict=True) if kind == SLIDING}
+    others = {count for count, kind in zip(heads, kinds, strict=True) if kind == FULL}
     if max(len(windowed), len(others)) > 1:
         key = gguf.key("attention.head_count_kv")
         raise UnsupportedModel(
@@ -245,8 +245,8 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
         )
     full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
     raw["num_key_value_heads"] = min(windowed or others)
-    own = {"head_dim": size, "num_key_value_heads": min(others or windowed)}
-    raw[BY_LAYER] = {str(layer): own for layer in full} or None
+    sized = {"head_dim": size, "num_key_value_heads": min(others or windowed)}
+    raw[BY_LAYER] = {str(layer): sized for layer in full} or None
     names = ("k", "v")  # layers that read the pages of others may have neither
     has = [[f"blk.{i}.attn_{name}.weight" in gguf.tensors for name in names] for i in full]
     raw["attention_k_eq_v"] = [True, False] in has

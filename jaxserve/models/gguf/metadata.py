@@ -66,7 +66,7 @@ def read_scored(gguf: GgufMetadata, raw: Raw) -> None:
     They are llama.cpp's. The blocks that predict further tokens are subtracted (`skip_further`).
     """
     for name in ("n_group", "topk_group", "routed_scaling_factor"):
-        raw[name] = raw.get(name) or 1  # 0 is "none"
+        raw[name] = raw.get(name) or 1  # 0 stands for an absent value
     raw["routed_scaling_factor"] = float(raw["routed_scaling_factor"])
     raw.setdefault("norm_topk_prob", False)
     raw.setdefault("first_k_dense_replace", 0)
