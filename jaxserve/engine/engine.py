@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from jaxserve.engine.delivery import Delivery, LiveSequence
@@ -109,8 +108,6 @@ class Engine:
         self.num_weight_updates = 0
         # "keep" computes nothing. "wait" computes the requests that have begun.
         self.paused: PauseMode | None = None
-        # Sequences that wait for `resume_all`, because the engine is paused.
-        self._held: list[Sequence] = []
         self.is_asleep = False
         self._events = open_events(self.config, kinds[0].window)
         if self._events is not None:
@@ -210,12 +207,7 @@ class Engine:
     def _queue(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
         if self.paused == "wait":
-            self._hold([sequence])
-
-    def _hold(self, sequences: Iterable[Sequence]) -> None:
-        for sequence in sequences:
-            self.scheduler.waiting.discard(sequence)
-            self._held.append(sequence)
+            self.scheduler.waiting.hold(lambda waiting: waiting is sequence)
 
     @property
     def weights_version(self) -> str:
@@ -241,7 +233,7 @@ class Engine:
         self._drain()
         self.paused = "keep" if mode == "abort" else mode
         if mode == "wait":
-            self._hold([one for one in self.scheduler.waiting if one.num_cached < 0])
+            self.scheduler.waiting.hold(lambda waiting: waiting.num_cached < 0)
 
     def resume_all(self) -> None:
         """Continue after `pause_all`.
@@ -251,13 +243,11 @@ class Engine:
         """
         if self.is_asleep:
             raise EngineAsleep("the engine sleeps; it serves again after wake_up")
-        self.paused, held, self._held = None, self._held, []
-        for sequence in held:
-            if sequence.finish_reason is None:
-                self.scheduler.waiting.push(sequence)
+        self.paused = None
+        self.scheduler.waiting.release()
 
     def replace_weights(
-        self, leaves: list[jax.Array], version: str, running: UpdateMode = "recompute"
+        self, leaves: list[Any], version: str, running: UpdateMode = "recompute"
     ) -> None:
         """Use other weights from the next step on.
 
@@ -275,9 +265,8 @@ class Engine:
             self.scheduler.preempt_all(lambda sequence: sequence.precedence)
         lacked = not self.runner.leaves
         self.runner.replace_leaves(leaves)
-        self.scheduler.publisher.begin_weights(self.scheduler.waiting)
-        for sequence in self._held:
-            sequence.prefix_keys = None
+        waiting = self.scheduler.waiting
+        self.scheduler.publisher.begin_weights([*waiting, *waiting.held])
         self._delivery.weights_version = version
         self.num_weight_updates += 1
         if lacked:
@@ -296,7 +285,7 @@ class Engine:
         self.pool.clear_cache()
         self.runner.sleep(level)
 
-    def wake_up(self, leaves: list[jax.Array] | None = None) -> None:
+    def wake_up(self, leaves: list[Any] | None = None) -> None:
         """Allocate the KV cache again, and continue. See `Runner.wake_up` for `leaves`."""
         self.runner.wake_up(leaves)
         self.is_asleep = False
@@ -419,7 +408,7 @@ class Engine:
         units = {"page": pool.num_usable, "slot": self.slots.num_slots}
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + len(self._held),
+            num_waiting=scheduler.num_waiting + len(scheduler.waiting.held),
             num_slots=self.slots.num_slots,
             num_pages=pool.num_usable,
             pages_in_use=in_use["page"],

@@ -1,25 +1,18 @@
-# pyright: reportUnknownMemberType=false
 """WeightUpdates: new weights for a running engine."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, get_args
-
-import jax
-from flax import nnx
 
 from jaxserve.engine.engine import UpdateMode
 from jaxserve.engine.thread import EngineThread
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.execution.mesh import make_mesh
-from jaxserve.models import Decoder
 from jaxserve.start.plan.forms import layout_on
-from jaxserve.start.plan.model_shapes import ModelShapes
-from jaxserve.weights.model_weights import parameter_values
-from jaxserve.weights.updates import ParameterReader, with_values
+from jaxserve.start.plan.start_plan import StartPlan
+from jaxserve.weights.updates import ParameterReader
 
 MAX_VERSION = 256
 
@@ -70,12 +63,7 @@ class WeightUpdates:
         engine = self._thread.engine
         plan, runner = engine.loaded.plan, engine.runner
         assert plan is not None
-        model: Decoder | None = None
-        current: Mapping[str, Any] = {}
-        if runner.leaves:
-            state = jax.tree.unflatten(plan.model.treedef, runner.leaves)
-            model = nnx.merge(plan.model.graphdef, state)
-            current = parameter_values(model)
+        current = plan.model.values(runner.leaves) if runner.leaves else {}
         if params:
             if self._reader is None:
                 self._reader = self._make_reader()
@@ -85,17 +73,15 @@ class WeightUpdates:
                 raise InvalidRequest(str(error), "params") from error
         if not finish:
             return engine.weights_version
-        if model is None:
-            model = self._whole()
-        updated = with_values(model, self._staged)
-        if (difference := plan.model.difference(ModelShapes.of(updated))) is not None:
+        if not runner.leaves:
+            self._check_whole(plan)
+        shapes, leaves = plan.model.with_values(runner.leaves or None, self._staged)
+        if (difference := plan.model.difference(shapes)) is not None:
             raise InvalidRequest(
                 f"params: another form than the engine's weights have: {difference}; allowed: "
                 "values that are stored in the same form",
                 "params",
             )
-        leaves: list[jax.Array] = jax.tree.leaves(nnx.state(updated))
-        jax.block_until_ready(leaves)
         self._staged = {}
         return self._thread.call(partial(_replace, engine, leaves, version, running))
 
@@ -125,10 +111,8 @@ class WeightUpdates:
             make_mesh(plan.model_config.split.devices),
         )
 
-    def _whole(self) -> Decoder:
+    def _check_whole(self, plan: StartPlan) -> None:
         # After sleep at level 2, the engine has no weights to keep.
-        plan = self._thread.engine.loaded.plan
-        assert plan is not None
         missing = sorted(plan.model.parameters.keys() - self._staged.keys())
         if missing:
             raise InvalidRequest(
@@ -136,7 +120,6 @@ class WeightUpdates:
                 f"are missing: {', '.join(missing[:8])}; allowed: all tensors of the model",
                 "params",
             )
-        return nnx.merge(plan.model.graphdef, plan.model.state)
 
 
 def _replace(engine: Any, leaves: Any, version: str | None, running: UpdateMode) -> str:

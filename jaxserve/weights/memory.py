@@ -22,12 +22,12 @@ NAME = "params"
 
 
 @dataclass(frozen=True)
-class _Memory(Shard):
+class _NoFile(Shard):
     def check_unchanged(self) -> None:
         """Do nothing, because arrays in memory are no file."""
 
 
-_SHARD = _Memory(Path(NAME), (0, 0, 0, 0))
+_SHARD = _NoFile(Path(NAME), (0, 0, 0, 0))
 
 
 @dataclass(frozen=True, eq=False)

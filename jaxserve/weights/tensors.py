@@ -149,7 +149,7 @@ def _table_of_state(config: ModelConfig) -> tuple[list[WeightName], dict[str, in
 
 
 def _is_stacked(name: str) -> bool:
-    return name.endswith(".experts.gate_up_proj")
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 def _is_of_head(name: str) -> bool:

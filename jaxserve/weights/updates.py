@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import Decoder, ModelConfig, abstract_model
+from jaxserve.models import ModelConfig, abstract_model
 from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_copy import all_finite
@@ -22,8 +22,6 @@ from jaxserve.weights.fused_parameters import by_path, contracted, holds_experts
 from jaxserve.weights.layouts import output_major
 from jaxserve.weights.memory import NAME
 from jaxserve.weights.model_weights import (
-    filled,
-    parameter_values,
     parameters_of,
     read_plain,
 )
@@ -86,7 +84,7 @@ class ParameterReader:
         values |= dict(read_plain(whole, stored.entries, stored.dims, self._placement))
         if self._layout.output_rows and self._placement.mesh is None:
             values = {path: output_major(value) for path, value in values.items()}
-        return values
+        return jax.block_until_ready(values)
 
     def _is_whole(self, path: str, parts: Sequence[WeightName]) -> bool:
         shape = self._parameters[path].shape
@@ -159,8 +157,3 @@ def _merged(current: jax.Array, new: jax.Array, mask: jax.Array) -> jax.Array:
     word = jnp.dtype(f"u{current.dtype.itemsize}")
     old, other, bits = (jax.lax.bitcast_convert_type(array, word) for array in (current, new, mask))
     return jax.lax.bitcast_convert_type((other & bits) | (old & ~bits), current.dtype)
-
-
-def with_values(model: Decoder, values: Mapping[str, Any]) -> Decoder:
-    """Return a model with the values of some parameters, by path, replaced."""
-    return filled(model, {**parameter_values(model), **values})
