@@ -317,7 +317,7 @@ def test_async_engine(answers: dict[str, list[list[int]]]) -> None:
                 await answer()
             await llm.wake_up()
             assert (await answer()).token_ids == answers["second"][0]
-            names = {metric.name: metric for metric in await llm.get_metrics()}
+            names: Any = {metric.name: metric for metric in await llm.get_metrics()}
             assert names["jaxserve:weights_version_info"].labels["version"] == "b"
             assert names["jaxserve:weight_updates"].value == 1
 
