@@ -39,7 +39,9 @@ class LiveSequence:
     arrived: float = 0.0  # the time of arrival (`time.monotonic`)
     first_token: float = 0.0  # the time at which the first token was read, 0 before
 
-    def delta(self, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> Delta:
+    def delta(
+        self, token_ids: list[int], logprobs: TokenLogprobs | None = None, version: str = ""
+    ) -> Delta:
         """Return a Delta with new tokens of this sequence, their logprobs and all final text.
 
         It also contains the prompt's log-probabilities, once, when they are complete.
@@ -51,6 +53,7 @@ class LiveSequence:
             "" if text is None else text.take(),
             token_ids,
             max(sequence.num_cached, 0),
+            version,
             logprobs=logprobs,
             prompt_logprobs=(
                 prompt.take()
@@ -116,6 +119,7 @@ class Delivery:
         self.num_tokens = 0  # the number of tokens delivered since the start
         # The number of delivered tokens that were the first of their sequence.
         self.num_first_tokens = 0
+        self.weights_version = "0"  # the weights that compute the tokens
         self._now = 0.0
 
     def add(self, request_id: str, lives: list[LiveSequence]) -> None:
@@ -202,11 +206,11 @@ class Delivery:
         if (stopped or complete) and not ended:
             self._scheduler.finish(sequence, FinishReason.STOP)
         if not (stopped or complete or ended):
-            self._send(live, live.delta([token], logprob))
+            self._send(live, live.delta([token], logprob, self.weights_version))
             return
         if text is not None:
             text.finish()
-        delta = live.delta([token], logprob)
+        delta = live.delta([token], logprob, self.weights_version)
         delta.finish_reason = FinishReason.STOP if stopped else sequence.finish_reason
         if stopped and text is not None:
             delta.stop_reason = text.stop
