@@ -126,8 +126,8 @@ class Delivery:
         self.num_tokens = 0  # the number of tokens delivered since the start
         # The number of delivered tokens that were the first of their sequence.
         self.num_first_tokens = 0
-        self._now = 0.0
         self.weights_version = "0"  # the weights that compute the tokens
+        self._now = 0.0
 
     def add(self, request_id: str, lives: list[LiveSequence]) -> None:
         """Register the sequences of a request, after they have been added to the scheduler."""

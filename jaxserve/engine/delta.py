@@ -95,6 +95,7 @@ class OutputReader:
         self._request = request
         self._tokenizer = tokenizer if request.sampling.detokenize else None
         since = time.monotonic() - request.arrival_time
+        self._counts: dict[int, int] = {}  # the number of tokens of each completion so far
         # The combined times of the completions so far.
         self.stats = RequestStateStats(arrival_time=time.time() - since)
 
@@ -106,6 +107,8 @@ class OutputReader:
                 the prompt, the number of cached tokens and the first error.
             completion: the completion of the delta, changed in place.
         """
+        if delta.token_ids:
+            self._add_version(completion, delta)
         completion.text += delta.text
         completion.token_ids += delta.token_ids
         self._add_logprobs(output, completion, delta)
@@ -116,6 +119,12 @@ class OutputReader:
             completion.stop_reason = delta.stop_reason
             completion.error = delta.error
             output.error = output.error or delta.error
+
+    def _add_version(self, completion: CompletionOutput, delta: Delta) -> None:
+        count, versions = self._counts.get(delta.index, 0), completion.weight_versions
+        if not versions or versions[-1][1] != delta.version:
+            versions.append((count, delta.version))
+        self._counts[delta.index] = count + len(delta.token_ids)
 
     def _add_times(self, delta: Delta) -> None:
         stats, times = self.stats, delta.times

@@ -334,9 +334,8 @@ def decode_steps(
         is_stop = (output.token_ids[:, None] == batch.stop_token_ids).any(axis=1)
         is_last = is_stop & (length >= batch.min_length) | (length + 1 >= batch.stop_length)
         active &= (output.token_ids != NO_TOKEN) & ~is_last
-        written = token_ids.at[done].set(output.token_ids)
         logprobs = jax.tree.map(partial(_with_step, done), logprobs, output.logprobs)
-        return done + 1, active, state, written, logprobs
+        return done + 1, active, state, token_ids.at[done].set(output.token_ids), logprobs
 
     def goes_on(carry: Launch) -> Bool[Array, ""]:
         done, active = carry[:2]
