@@ -334,8 +334,9 @@ def decode_steps(
         is_stop = (output.token_ids[:, None] == batch.stop_token_ids).any(axis=1)
         is_last = is_stop & (length >= batch.min_length) | (length + 1 >= batch.stop_length)
         active &= (output.token_ids != NO_TOKEN) & ~is_last
+        written = token_ids.at[done].set(output.token_ids)
         logprobs = jax.tree.map(partial(_with_step, done), logprobs, output.logprobs)
-        return done + 1, active, state, token_ids.at[done].set(output.token_ids), logprobs
+        return done + 1, active, state, written, logprobs
 
     def goes_on(carry: Launch) -> Bool[Array, ""]:
         done, active = carry[:2]
@@ -344,8 +345,7 @@ def decode_steps(
     active = batch.slots != null_slot
     start = (jnp.int32(0), active, state, none, logprobs)
     _, _, state, token_ids, logprobs = lax.while_loop(goes_on, take, start)
-    rows = state.expert_rows
-    return state, StepOutput(token_ids=token_ids, logprobs=logprobs, expert_rows=rows)
+    return state, StepOutput(token_ids, logprobs, expert_rows=state.expert_rows)
 
 
 def _traced_once(
