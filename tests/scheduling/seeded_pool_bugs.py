@@ -233,7 +233,7 @@ POOL_BUGS = (
         "states = states + _sums",
         "states = _sums",
     ),
-    Bug("keys leave out the salt", KEYS, "if salt:", "if False:"),
+    Bug("keys leave out the salt", KEYS, "if salt or self.serial:", "if False:"),
     Bug("keys leave out the position", KEYS, "self._of_tokens[page]", "self._of_tokens[0 * page]"),
     Bug(
         "a preempted sequence keeps the keys it came with",
