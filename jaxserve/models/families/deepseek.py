@@ -98,13 +98,16 @@ def v3_latent(fields: Fields) -> Latent:
     return read_latent(fields, fields.flag("rope_interleave", default=True))
 
 
-def read_latent(fields: Fields, interleaved: bool, whole_head: bool = False) -> Latent:
+def read_latent(
+    fields: Fields, interleaved: bool, whole_head: bool = False, reads_head: bool = True
+) -> Latent:
     """Read the sizes of latent attention from the fields of a config.json.
 
     Args:
         fields: the fields.
         interleaved: whether the checkpoint pairs neighbouring dimensions for the rotation.
         whole_head: whether `head_dim` is the size of a key, and not of its rotated part.
+        reads_head: whether `head_dim` must have one of these sizes, if it is present.
     """
     if not fields.mentions("q_lora_rank"):
         fields.refuse("q_lora_rank", "a rank, or null for queries without one")
@@ -119,7 +122,8 @@ def read_latent(fields: Fields, interleaved: bool, whole_head: bool = False) -> 
     )
     # Both fields are derived. Most classes of Transformers store the rotated part as head_dim.
     head = latent.key if whole_head else latent.rotary
-    for name, size in (("head_dim", head), ("qk_head_dim", latent.key)):
+    derived = {"head_dim": head} if reads_head else {}
+    for name, size in (derived | {"qk_head_dim": latent.key}).items():
         if fields.has(name) and fields.take(name) != size:
             fields.refuse(name, f"{size}, or nothing")
         fields.take(name)
@@ -136,7 +140,7 @@ def latent_weights(
     routed = expert_weights(config) if experts is None else experts
     return [
         *embedding_weights(config),
-        *every_layer([*PRE_NORMS, *_attention(config)], config),
+        *every_layer([*PRE_NORMS, *attention(config)], config),
         *every_layer(mlp_projections(config), config, sparse=False),
         *every_layer([*routed, *SHARED], config, sparse=True),
         FINAL_NORM,
@@ -156,7 +160,8 @@ SHARED = (
 )
 
 
-def _attention(config: ModelConfig) -> list[WeightName]:
+def attention(config: ModelConfig) -> list[WeightName]:
+    """Return the tensors of a layer's latent attention."""
     layer = [
         WeightName("self_attn.kv_a_proj_with_mqa.weight", "J D -> D J", "attention.down"),
         WeightName("self_attn.kv_a_layernorm.weight", "C -> C", "attention.norm.scale"),
