@@ -58,7 +58,7 @@ KERNELS: Mapping[tuple[str, str], Mapping[str, str]] = MappingProxyType(
         ("causal_conv", "gpu"): {"triton": "gpu.triton_causal_conv", "xla": "reference"},
         ("gated_delta", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
         ("gated_delta", "gpu"): {"triton": "gpu.triton_state_chunks", "xla": "reference"},
-        ("channel_delta", "cpu"): {"xla": "reference"},
+        ("channel_delta", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
         ("channel_delta", "gpu"): {"xla": "reference"},
         ("mamba2", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
         ("mamba2", "gpu"): {"triton": "gpu.triton_state_chunks", "xla": "reference"},
