@@ -59,7 +59,7 @@ KERNELS: Mapping[tuple[str, str], Mapping[str, str]] = MappingProxyType(
         ("gated_delta", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
         ("gated_delta", "gpu"): {"triton": "gpu.triton_state_chunks", "xla": "reference"},
         ("channel_delta", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
-        ("channel_delta", "gpu"): {"xla": "reference"},
+        ("channel_delta", "gpu"): {"triton": "gpu.triton_channel_chunks", "xla": "reference"},
         ("mamba2", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
         ("mamba2", "gpu"): {"triton": "gpu.triton_state_chunks", "xla": "reference"},
         # Steps of one token per row. On a CPU the operations above compute them.

@@ -25,6 +25,8 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.gpu.triton_tile import power_of_two, spread
 from pallas_kernels.state_arguments import (
+    ChannelDeltaOptions,
+    ChannelGates,
     ConvOptions,
     ConvWeights,
     DeltaOptions,
@@ -231,7 +233,7 @@ class _HeadNumbers:
     An instance holds traced numbers, so it lives for one trace.
 
     Attributes:
-        decay: factor of the state before the token.
+        decay: factor of the state before the token, or of each of its rows, f32[inputs].
         strength: factor of the change of the state.
         direct: factor of the value in the result.
     """
@@ -244,6 +246,13 @@ class _HeadNumbers:
     def of(cls, refs: Refs, row: _Row, head: jax.Array, options: RecurrenceOptions) -> _HeadNumbers:
         """Compute the numbers of a head from its gates and constants."""
         gates, constants = refs["gates"], refs["constants"]
+        if isinstance(options, ChannelDeltaOptions):
+            write = gates[row.number, head].astype(jnp.float32)
+            write = options.strength / (1.0 + jnp.exp(-write))
+            size, room = _room(options.inputs)
+            local = jnp.arange(room)
+            decay = logs_of_channels(refs, options, row.number, head, local, local < size)
+            return cls(jnp.exp(decay), write)
         rate = jnp.exp(constants[0, head])
         if isinstance(options, DeltaOptions):
             write = gates[row.number, 0, head].astype(jnp.float32)
@@ -253,6 +262,39 @@ class _HeadNumbers:
         step = softplus(gates[row.number, head].astype(jnp.float32) + constants[1, head])
         step = jnp.minimum(jnp.maximum(step, options.least), options.most)
         return cls(jnp.exp(-rate * step), step, constants[2, head])
+
+
+def logs_of_channels(
+    refs: Refs,
+    options: ChannelDeltaOptions,
+    token: jax.Array,
+    head: jax.Array,
+    channel: jax.Array,
+    valid: jax.Array,
+) -> jax.Array:
+    """Compute logarithms of the decays of a head, zeros where `valid` is false.
+
+    Args:
+        refs: refs with "decays" [T,heads,inputs], the gates, and "constants" [heads,1+inputs].
+        options: sizes of the recurrence.
+        token: i32[] or an array of the shape of `channel`.
+        head: i32[].
+        channel: i32 numbers of a key's numbers.
+        valid: bool of the same shape.
+    """
+    constants, shape = refs["constants"], channel.shape
+    token, heads = (
+        jnp.broadcast_to(part, shape) if part.ndim else spread(part, shape)
+        for part in (token, head)
+    )
+    gates = plt.load(refs["decays"].at[token, heads, channel], mask=valid, other=0.0)
+    biases = plt.load(constants.at[heads, 1 + channel], mask=valid, other=0.0)
+    rate, gates = jnp.exp(constants[head, 0]), gates.astype(jnp.float32) + biases
+    if options.bound:
+        logs = -options.bound / (1.0 + jnp.exp(-rate * gates))
+    else:
+        logs = -rate * softplus(gates)
+    return jnp.where(valid, logs, 0.0)
 
 
 def softplus(x: jax.Array) -> jax.Array:
@@ -381,12 +423,17 @@ def _advanced(
 
     numbers = _HeadNumbers.of(refs, row, head, options)
     queries, keys = spread(query, shape, 0), spread(key, shape, 0)
-    y = numbers.decay * jnp.sum(queries * state, axis=0)
-    change = value.y
-    if isinstance(options, DeltaOptions):
-        change = change - numbers.decay * jnp.sum(keys * state, axis=0)
+    if by_channel := isinstance(options, ChannelDeltaOptions):
+        state = spread(numbers.decay, shape, 0) * state
+        y, change = jnp.sum(queries * state, axis=0), value.y - jnp.sum(keys * state, axis=0)
+    else:
+        y = numbers.decay * jnp.sum(queries * state, axis=0)
+        change = value.y
+        if isinstance(options, DeltaOptions):
+            change = change - numbers.decay * jnp.sum(keys * state, axis=0)
     change = numbers.strength * change
-    state = numbers.decay * state + keys * spread(change, shape, 1)
+    state = state if by_channel else numbers.decay * state
+    state = state + keys * spread(change, shape, 1)
 
     def write(place: jax.Array) -> None:
         plt.store(refs["state"].at[(spread(place, shape), *index)], state, mask=exist)
@@ -493,7 +540,7 @@ def causal_conv(
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _recurred(
     mixed: jax.Array,
-    gates: jax.Array,
+    gates: jax.Array | ChannelGates,
     states: tuple[jax.Array, jax.Array],
     weights: ConvWeights,
     constants: jax.Array,
@@ -503,7 +550,7 @@ def _recurred(
     interpret: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Run the kernel of a recurrence. Because of `jax.jit` a program lowers it once."""
-    inputs = {"x": mixed, "gates": gates, "constants": constants, **weights._asdict()}
+    inputs = {"x": mixed, **named_gates(gates), "constants": constants, **weights._asdict()}
     if config.programs > 1:
         assert rows.spare is not None
         inputs["spare"] = jnp.reshape(rows.spare, 1)
@@ -529,9 +576,16 @@ def _recurred(
     return y, (conv, state)
 
 
+def named_gates(gates: jax.Array | ChannelGates) -> dict[str, jax.Array]:
+    """Return the gates of a recurrence as operands of a kernel, by name."""
+    if isinstance(gates, ChannelGates):
+        return {"gates": gates.write, "decays": gates.decay}
+    return {"gates": gates}
+
+
 def conv_recurrence(
     mixed: jax.Array,
-    gates: jax.Array,
+    gates: jax.Array | ChannelGates,
     states: tuple[jax.Array, jax.Array],
     weights: ConvWeights,
     constants: jax.Array,
