@@ -109,6 +109,16 @@ class DeltaOptions(RecurrenceSizes):
         size = self.groups * self.inputs
         return 0, size, 2 * size
 
+    @property
+    def gates(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a token's gates."""
+        return ((2, self.heads),)
+
+    @property
+    def constants(self) -> tuple[int, int]:
+        """Shape of the constants."""
+        return self.num_constants, self.heads
+
 
 @dataclass(frozen=True)
 class ChannelDeltaOptions(DeltaOptions):
@@ -122,6 +132,16 @@ class ChannelDeltaOptions(DeltaOptions):
     bound: float = 0.0
 
     op = "channel_delta"
+
+    @property
+    def gates(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a token's gates, in the order of ``ChannelGates``."""
+        return (self.heads,), (self.heads, self.inputs)
+
+    @property
+    def constants(self) -> tuple[int, int]:
+        """Shape of the constants."""
+        return self.heads, 1 + self.inputs
 
 
 @dataclass(frozen=True)
@@ -142,3 +162,13 @@ class Mamba2Options(RecurrenceSizes):
         """Offsets of queries, keys and values within a token's numbers."""
         values = self.heads * self.outputs
         return values + self.groups * self.inputs, values, 0
+
+    @property
+    def gates(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a token's gates."""
+        return ((self.heads,),)
+
+    @property
+    def constants(self) -> tuple[int, int]:
+        """Shape of the constants."""
+        return self.num_constants, self.heads

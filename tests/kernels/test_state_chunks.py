@@ -96,16 +96,12 @@ def operands(name: str) -> list[Any]:
         bias = draw(4, channels, dtype=dtype) if options.activation == "silu" else None
         past, weight = draw(2, PLACES, taps - 1, channels), draw(3, taps, channels, dtype=dtype)
         return [draw(1, TOKENS, channels, dtype=dtype), past.at[UNREAD].set(jnp.nan), weight, bias]
-    gates = (2, options.heads) if isinstance(options, DeltaOptions) else (options.heads,)
     past = draw(2, PLACES, options.heads, options.inputs, options.outputs)
-    constants = draw(4, options.num_constants, options.heads)
     # The first head forgets everything at most tokens.
-    constants = constants.at[0, 0].set(5.0)
-    mixed, gate = draw(1, TOKENS, options.width, dtype=dtype), draw(3, TOKENS, *gates, dtype=dtype)
-    if isinstance(options, ChannelDeltaOptions):
-        channels = draw(5, TOKENS, options.heads, options.inputs, dtype=dtype)
-        gate = ChannelGates(gate[:, 0], channels)
-        constants = draw(4, options.heads, 1 + options.inputs).at[0, 0].set(5.0)
+    constants = draw(4, *options.constants).at[0, 0].set(5.0)
+    mixed = draw(1, TOKENS, options.width, dtype=dtype)
+    gates = [draw(5 + nth, TOKENS, *shape, dtype=dtype) for nth, shape in enumerate(options.gates)]
+    gate = ChannelGates(*gates) if isinstance(options, ChannelDeltaOptions) else gates[0]
     return [mixed, gate, past.at[UNREAD].set(jnp.nan), constants]
 
 

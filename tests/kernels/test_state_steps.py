@@ -76,18 +76,14 @@ def operands(options: Options, taps: int, dtype: Any) -> tuple[Any, ...]:
     """Return the arguments of `conv_recurrence` before the options."""
     exact = jnp.promote_types(dtype, jnp.float32)
     is_delta = isinstance(options, DeltaOptions)
-    gates = (ROWS, 2, options.heads) if is_delta else (ROWS, options.heads)
     conv = states_of(2, taps - 1, options.width, dtype=exact)
     state = states_of(3, options.heads, options.inputs, options.outputs, dtype=exact)
     bias = None if is_delta else draw(5, options.width, dtype=dtype)
     weights = ConvWeights(draw(4, taps, options.width, dtype=dtype), bias)
-    constants = draw(6, options.num_constants, options.heads, dtype=exact)
+    constants = draw(6, *options.constants, dtype=exact)
     mixed = draw(0, ROWS, options.width, dtype=dtype)
-    gates = draw(1, *gates, dtype=dtype)
-    if isinstance(options, ChannelDeltaOptions):
-        channels = draw(7, ROWS, options.heads, options.inputs, dtype=dtype)
-        gates = ChannelGates(gates[:, 0], channels)
-        constants = draw(6, options.heads, 1 + options.inputs, dtype=exact)
+    gates = [draw(7 + nth, ROWS, *shape, dtype=dtype) for nth, shape in enumerate(options.gates)]
+    gates = ChannelGates(*gates) if isinstance(options, ChannelDeltaOptions) else gates[0]
     return mixed, gates, (conv, state), weights, constants, step_rows()
 
 

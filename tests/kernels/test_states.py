@@ -59,19 +59,10 @@ def operands(op: str, sizes: Any, tokens: int, dtype: Any, biased: bool = True) 
         weight, bias = draw(3, width, channels, dtype=dtype), draw(4, channels, dtype=dtype)
         return [draw(1, tokens, channels, dtype=dtype), past, weight, bias if biased else None]
     past = draw(2, PLACES, sizes.heads, sizes.inputs, sizes.outputs, dtype=exact)
-    gates = (tokens, 2, sizes.heads) if op == "gated_delta" else (tokens, sizes.heads)
-    constants = draw(4, sizes.num_constants, sizes.heads, dtype=exact)
-    mixed = draw(1, tokens, sizes.width, dtype=dtype)
-    if isinstance(sizes, ChannelDeltaOptions):
-        channels = draw(5, tokens, sizes.heads, sizes.inputs, dtype=dtype)
-        constants = draw(4, sizes.heads, 1 + sizes.inputs, dtype=exact)
-        return [
-            mixed,
-            ChannelGates(draw(3, tokens, sizes.heads, dtype=dtype), channels),
-            past,
-            constants,
-        ]
-    return [mixed, draw(3, *gates, dtype=dtype), past, constants]
+    gates = [draw(3 + nth, tokens, *shape, dtype=dtype) for nth, shape in enumerate(sizes.gates)]
+    gates = ChannelGates(*gates) if isinstance(sizes, ChannelDeltaOptions) else gates[0]
+    constants = draw(5, *sizes.constants, dtype=exact)
+    return [draw(1, tokens, sizes.width, dtype=dtype), gates, past, constants]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
