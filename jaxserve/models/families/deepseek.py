@@ -210,21 +210,9 @@ def _projections_of_heads(config: ModelConfig) -> list[WeightName]:
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     """Add fields of DeepSeek-V2, or of V3 if the router uses sigmoids, to the config.json `raw`.
 
-    Older files have the sizes of a head under the usual metadata keys. In newer files the keys with
-    `_mla` have these sizes, and the usual keys describe the single head that latent attention is
-    equivalent to when the upward projection is absorbed into the queries.
+    Errors are those of `read_latent_sizes`.
     """
-    size = gguf.get("attention.key_length_mla") or raw.get("head_dim")
-    raw["v_head_dim"] = gguf.get("attention.value_length_mla") or raw.get("v_head_dim")
-    rotary = raw.get("qk_rope_head_dim")
-    if type(size) is not int or type(rotary) is not int or size <= rotary:
-        raise CheckpointError(f"{gguf.path}: heads of {shown(size)}, {shown(rotary)} of it rotated")
-    raw["qk_nope_head_dim"] = size - rotary
-    raw.pop("head_dim", None)
-    raw["num_key_value_heads"] = raw.get("num_attention_heads")
-    raw.setdefault("q_lora_rank", None)
-    raw.setdefault("first_k_dense_replace", 0)
-    raw.setdefault("routed_scaling_factor", 1.0)
+    read_latent_sizes(gguf, raw)
     raw.setdefault("norm_topk_prob", False)
     _finish_router(gguf, raw)
     read_rope_scaling(gguf, raw)
@@ -238,6 +226,29 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
         # sines.
         scale = round(10 * growth, 6)
         scaling |= {"mscale": scale, "mscale_all_dim": scale}
+
+
+def read_latent_sizes(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the sizes of latent attention, and defaults of its experts, to the config.json `raw`.
+
+    Older files have the sizes of a head under the usual metadata keys. In newer files the keys with
+    `_mla` have these sizes, and the usual keys describe the single head that latent attention is
+    equivalent to when the upward projection is absorbed into the queries.
+
+    Raises:
+        CheckpointError: the sizes of a head do not fit each other.
+    """
+    size = gguf.get("attention.key_length_mla") or raw.get("head_dim")
+    raw["v_head_dim"] = gguf.get("attention.value_length_mla") or raw.get("v_head_dim")
+    rotary = raw.get("qk_rope_head_dim")
+    if type(size) is not int or type(rotary) is not int or size <= rotary:
+        raise CheckpointError(f"{gguf.path}: heads of {shown(size)}, {shown(rotary)} of it rotated")
+    raw["qk_nope_head_dim"] = size - rotary
+    raw.pop("head_dim", None)
+    raw["num_key_value_heads"] = raw.get("num_attention_heads")
+    raw.setdefault("q_lora_rank", None)
+    raw.setdefault("first_k_dense_replace", 0)
+    raw.setdefault("routed_scaling_factor", 1.0)
 
 
 def _finish_router(gguf: GgufMetadata, raw: Raw) -> None:

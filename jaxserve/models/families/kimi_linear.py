@@ -7,6 +7,7 @@ Latent attention, in one layer of four, has no rotation. Reference implementatio
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,9 +20,18 @@ from jaxserve.models.config.layers import FULL, LATENT, LINEAR, LayerTable, laye
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.recurrent import MAX_HEADS, MAX_SIZE, MAX_TAPS, ChannelDeltaSizes
 from jaxserve.models.config.rules import ROUTING, ConfigRules
-from jaxserve.models.families.deepseek import CORRECTION, SHARED, attention, read_latent
+from jaxserve.models.families.deepseek import (
+    CORRECTION,
+    SHARED,
+    attention,
+    read_latent,
+    read_latent_sizes,
+)
+from jaxserve.models.families.deepseek import GGUF as DEEPSEEK_GGUF
 from jaxserve.models.families.glm4_moe_lite import listed_experts
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, layers_with
+from jaxserve.models.gguf.rules import SIZES, Change, log_of_negated
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
@@ -34,6 +44,8 @@ from jaxserve.models.weight_table import WeightName
 
 DELTA = "channel_delta"
 LINEAR_CONFIG = "linear_attn_config"
+EXPERT_PARTS = "w1", "w3", "w2"
+PROJECTED = "f_a", "f_b", "g_a", "g_b"  # projections of decays and gates, of low rank
 # Names of fields in Moonshot's files by their names in DeepSeek's.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
@@ -174,10 +186,80 @@ def hybrid_weights(
 
 
 def _weights(config: ModelConfig) -> list[WeightName]:
-    experts = expert_weights(config, names=("w1", "w3", "w2"))
+    experts = expert_weights(config, names=EXPERT_PARTS)
     return hybrid_weights(config, _delta(config), attention(config), experts)
 
 
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of Kimi-Linear to the config.json `raw`.
+
+    Layers of the delta rule have no heads of keys and values. Errors are those of
+    `read_latent_sizes`.
+    """
+    attends = layers_with(gguf, "attention.head_count_kv", raw.get("num_hidden_layers"))
+    read_latent_sizes(gguf, raw)
+    raw["layer_types"] = [FULL if flag else LINEAR for flag in attends]
+    raw["linear_num_heads"] = raw.get("num_attention_heads")
+    raw["n_group"] = raw.get("n_group") or 1
+    raw["topk_group"] = raw.get("topk_group") or 1
+
+
+def _change(config: ModelConfig, name: str) -> Change | None:
+    """Return how a GGUF file's tensor differs from the checkpoint's, given the latter's name."""
+    sizes = config.recurrent
+    if not isinstance(sizes, ChannelDeltaSizes):
+        return None
+    if name.endswith(".A_log"):
+        return Change((1, 1, sizes.heads, 1), log_of_negated)
+    if name.endswith("_conv1d.weight"):
+        return Change((sizes.heads * sizes.inputs, 1, sizes.width))
+    return None
+
+
+_LAYER = "model.layers.{}.self_attn"
+_GGUF_FIELDS = {
+    "kda.head_dim": "linear_head_dim",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+}
+GGUF = replace(
+    DEEPSEEK_GGUF,
+    name="KimiLinearForCausalLM",
+    finish=_finish_gguf,
+    tensors=MappingProxyType(
+        {
+            **DEEPSEEK_GGUF.tensors,
+            **{f"blk.{{}}.ssm_conv1d_{part}": f"{_LAYER}.{part}_conv1d" for part in "qkv"},
+            **{f"blk.{{}}.ssm_{part}": f"{_LAYER}.{part}_proj" for part in PROJECTED},
+            "blk.{}.ssm_beta": f"{_LAYER}.b_proj",
+            "blk.{}.ssm_a": f"{_LAYER}.A_log",
+            "blk.{}.ssm_dt.bias": f"{_LAYER}.dt_bias",
+            "blk.{}.ssm_norm": f"{_LAYER}.o_norm",
+        }
+    ),
+    fields=MappingProxyType({**DEEPSEEK_GGUF.fields, **_GGUF_FIELDS}),
+    read=frozenset({"attention.key_length_mla", "attention.value_length_mla"}),
+    experts=MappingProxyType(
+        {
+            f"ffn_{name}": f"model.layers.{{}}.mlp.experts.{{}}.{part}.weight"
+            for name, part in zip(("gate", "up", "down"), EXPERT_PARTS, strict=True)
+        }
+    ),
+    change=_change,
+    required=SIZES
+    | _GGUF_FIELDS.keys()
+    | {
+        "attention.head_count_kv",
+        "attention.key_length_mla",
+        "attention.kv_lora_rank",
+        "attention.layer_norm_rms_epsilon",
+        "attention.value_length_mla",
+        "expert_feed_forward_length",
+        "rope.dimension_count",
+    },
+    # The chosen weights are normalized in llama.cpp's code, and a sigmoid is the default.
+    computed=MappingProxyType({"expert_gating_func": (0, 2), "expert_weights_norm": (True,)}),
+    absent=frozenset({"attention.head_count_kv"}),
+)
 KIMI_LINEAR = Family(
     architectures={
         "KimiLinearForCausalLM": Architecture(
@@ -196,4 +278,5 @@ KIMI_LINEAR = Family(
             tensors=((r"\.block_sparse_moe\.", ".mlp."),),
         ),
     },
+    gguf={"kimi-linear": GGUF},
 )
