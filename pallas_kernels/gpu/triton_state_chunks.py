@@ -57,14 +57,14 @@ class ChunkConfig:
     @classmethod
     def of(cls, case: StateCase) -> ChunkConfig:
         """Return the sizes for a call, which fit the card's shared memory and spill nothing."""
-        if case.op == "channel_delta":
-            if case.product_dtype.itemsize == 4:
-                return cls(32, 32, block_inputs=16, row_inputs=32, block_warps=4, row_warps=8)
-            return cls()
-        if case.product_dtype.itemsize == 4:
-            return cls(32, 32, block_inputs=32, row_inputs=32, block_warps=4, row_warps=8)
         # From 9.0 to 11.0 products read their operands from shared memory, not from registers.
         has_spare = (9, 0) <= case.device.capability < (12, 0)
+        if case.op == "channel_delta":
+            if case.product_dtype.itemsize == 4:
+                return cls(32, 32, block_inputs=16, row_inputs=32, block_warps=8, row_warps=8)
+            return cls() if has_spare else cls(32, block_warps=4)
+        if case.product_dtype.itemsize == 4:
+            return cls(32, 32, block_inputs=32, row_inputs=32, block_warps=4, row_warps=8)
         return cls(block_warps=4 if has_spare else 8)
 
 

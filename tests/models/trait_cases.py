@@ -603,7 +603,7 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
     "bailing_hybrid_bias_yarn": {
         "attention_bias": True,
         "kda_lower_bound": -2.0,
-        "layer_types": ["linear_attention", "linear_attention", FULL],
+        "layer_group_size": 3,
         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
     },
 }

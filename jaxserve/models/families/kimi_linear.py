@@ -124,7 +124,19 @@ def _sizes(fields: Fields) -> ChannelDeltaSizes:
 
 
 def _latent(fields: Fields) -> Latent:
-    return read_latent(fields, interleaved=False, reads_head=False)
+    latent = read_latent(fields, interleaved=False, reads_head=False)
+    hidden, heads = (fields.take(name) for name in ("hidden_size", "num_attention_heads"))
+    # Published files have the quotient of both, which has no effect.
+    if type(hidden) is int and type(heads) is int and heads > 0:
+        check_head(fields, latent.rotary, hidden // heads)
+    return latent
+
+
+def check_head(fields: Fields, *allowed: int) -> None:
+    """Refuse a `head_dim` that is present and has none of the allowed values."""
+    value = fields.take("head_dim")
+    if value is not None and value not in allowed:
+        fields.refuse("head_dim", f"{' or '.join(map(str, dict.fromkeys(allowed)))}, or nothing")
 
 
 def _experts(fields: Fields, layers: int) -> Experts:
@@ -267,7 +279,7 @@ KIMI_LINEAR = Family(
                 "kimi_linear",
                 renamed=RENAMED,
                 neutral=NEUTRAL,
-                ignored=ROUTING | {"head_dim", "pretraining_tp"},
+                ignored=ROUTING | {"pretraining_tp"},
                 layers=_layers,
                 experts=_experts,
                 latent=_latent,

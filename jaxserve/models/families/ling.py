@@ -24,6 +24,7 @@ from jaxserve.models.families.deepseek import attention, read_latent
 from jaxserve.models.families.glm4_moe_lite import listed_experts
 from jaxserve.models.families.kimi_linear import (
     RENAMED,
+    check_head,
     delta_layers,
     delta_weights,
     hybrid_weights,
@@ -36,10 +37,15 @@ LIMITS = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
 
 
 def _layers(fields: Fields, layers: int) -> LayerTable:
-    """Read `layer_types`. By default each group of layers ends with attention."""
+    """Read the kinds of layers: each group of layers ends with attention.
+
+    `layer_types` may replace `layer_group_size`. Both together must agree.
+    """
     group = fields.integer("layer_group_size", 1, MAX_LAYERS, default=6)
     default = [LINEAR if (index + 1) % group else FULL for index in range(layers)]
     kinds = layer_kinds(fields, layers, (FULL, LINEAR), default)
+    if fields.has("layer_group_size") and kinds != default:
+        fields.refuse("layer_group_size", "a size that gives layer_types, or nothing")
     return delta_layers(kinds, rotates=True)
 
 
@@ -49,12 +55,16 @@ def _sizes(fields: Fields) -> ChannelDeltaSizes:
     `head_dim` is the size of its heads, or in files of Transformers that of the rotated part of
     keys beside `linear_head_dim`.
     """
-    size = fields.integer("head_dim", 1, MAX_SIZE, default=128)
-    size = fields.integer("linear_head_dim", 1, MAX_SIZE, default=size)
+    if fields.has("linear_head_dim"):
+        size = fields.integer("linear_head_dim", 1, MAX_SIZE)
+        check_head(fields, fields.integer("qk_rope_head_dim", 2, MAX_SIZE), size)
+    else:
+        size = fields.integer("head_dim", 1, MAX_SIZE, default=128)
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     heads = fields.integer("linear_num_heads", 1, MAX_HEADS, default=heads)
     width = fields.integer("short_conv_kernel_size", 2, MAX_TAPS, default=4)
-    width = fields.integer("linear_conv_kernel_dim", 2, MAX_TAPS, default=width)
+    if fields.integer("linear_conv_kernel_dim", 2, MAX_TAPS, default=width) != width:
+        fields.refuse("linear_conv_kernel_dim", f"{width} (short_conv_kernel_size), or nothing")
     bound = _bound(fields) if fields.flag("kda_safe_gate", default=True) else 0.0
     fields.take("kda_lower_bound")
     return ChannelDeltaSizes(width, heads, heads, size, size, bound=bound)
