@@ -384,7 +384,7 @@ def gated_delta(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute S = a S + k b (v - k a S) and y = q S for each head (Yang et al. 2024, eq. 10).
 
-    a is one number, or with ``ChannelDeltaOptions`` one for each row of S (arXiv:2510.26692, eq. 1).
+    With ``ChannelDeltaOptions``, a has a number for each row of S (arXiv:2510.26692, eq. 1).
     """
     exact = states.dtype
     query, key, value = _parts(mixed.astype(exact), options)
@@ -459,6 +459,7 @@ def conv_recurrence(
     if isinstance(options, DeltaOptions):
         y, state = gated_delta(mixed, gates, states[1], constants, rows, options)
     else:
+        assert not isinstance(gates, ChannelGates)
         y, state = mamba2(mixed, gates, states[1], constants, rows, options)
     return y, (conv, state)
 

@@ -204,10 +204,8 @@ class Recurrence(StateKernel):
         rate = code.extract_element(rate, const(0))
 
         def write(at: Any, lanes: int) -> None:
-            gate, rates = (
-                code.fadd(read_gate(at, lanes), read_bias(at, lanes)),
-                code.splat(rate, lanes),
-            )
+            gate: Any = code.fadd(read_gate(at, lanes), read_bias(at, lanes))
+            rates = code.splat(rate, lanes)
             if sizes.bound:
                 bound = filled(gate.type, sizes.bound)
                 step = code.fmul(bound, self.sigmoid(code, code.fmul(rates, gate)))

@@ -59,8 +59,8 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
 
     It writes "inner" (P), "inverse" ((1 + L)^-1 diag(b)), "factors" without decays, queries and
     keys with the decay since the beginning of the block ("queries", "keys"), keys with the decay to
-    its end ("rests"), the decay of the whole block ("block_decays"), and zeros to "y" at padding
-    tokens. Where a block has tokens of several rows, each row's decay begins and ends with its tokens.
+    its end ("rests"), the decay of the whole block ("block_decays"), and zeros to "y" at padding.
+    Where a block has tokens of several rows, each row's decay begins and ends with its tokens.
     """
     refs = dict(zip(names, arrays, strict=True))
     sizes, size = spec.options, spec.block
@@ -154,7 +154,7 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
     for nth, factor in {QUERY: query_factor, KEY: key_factor, PAST: key_factor}.items():
         place = spread(head, token.shape), jnp.full_like(token, nth), token
         plt.store(refs["factors"].at[place], factor)
-    clear_padding(refs, spec, token, head, exists & ~is_real)
+    clear_padding(refs, spec, token, head, (exists, is_real))
     lower = scaled(scaled(key_products, key_factor * write, 0), key_factor, 1)
     lower = jnp.where((column < row) & is_seen & (jnp.abs(lower) < LARGEST), lower, 0.0)
     store_inverse(refs, spec, lower, write, at)

@@ -185,13 +185,20 @@ def _inverse(lower: jax.Array, spec: ChunkSpec) -> jax.Array:
 
 
 def clear_padding(
-    refs: dict[str, Any], spec: ChunkSpec, token: jax.Array, head: jax.Array, is_padding: jax.Array
+    refs: dict[str, Any],
+    spec: ChunkSpec,
+    token: jax.Array,
+    head: jax.Array,
+    kinds: tuple[jax.Array, jax.Array],
 ) -> None:
-    """Store zeros in a head's results for the tokens of a block that are padding."""
-    outputs = spec.options.outputs
+    """Store zeros in a head's results for the tokens of a block that are padding.
+
+    `kinds` are bool[block] arrays: whether a token exists, and whether it is no padding.
+    """
+    outputs, (exists, is_real) = spec.options.outputs, kinds
     shape = (spec.block, power_of_two(outputs))
     column = spread(jnp.arange(shape[1], dtype=jnp.int32), shape, 1)
-    mask = spread(is_padding, shape, 0) & (column < outputs)
+    mask = spread(exists & ~is_real, shape, 0) & (column < outputs)
     at = spread(token, shape, 0), spread(head, shape), column
     plt.store(refs["y"].at[at], jnp.zeros(shape, refs["y"].dtype), mask=mask)
 
@@ -280,7 +287,7 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
     for nth, factor in factors.items():
         at = spread(head, token.shape), jnp.full_like(token, nth), token
         plt.store(refs["factors"].at[at], factor)
-    clear_padding(refs, spec, token, head, exists & ~is_real)
+    clear_padding(refs, spec, token, head, (exists, is_real))
     if write is None:
         return
     # The inverse takes most registers, and so it comes last. A NaN of one row reaches no other row.

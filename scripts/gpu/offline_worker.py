@@ -23,9 +23,9 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels import (
-    ConvOptions,
     ChannelDeltaOptions,
     ChannelGates,
+    ConvOptions,
     DeltaOptions,
     LatentOptions,
     Mamba2Options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -129,8 +130,8 @@ def test_bits_do_not_depend_on_chunks(op: str, dtype: Any) -> None:
         for chunk in chunks:
             part = list(now)
             for index in inputs:
-                cut = slice(done, done + chunk)
-                part[index] = jax.tree.map(lambda array: array[cut], given[index])
+                cut = partial(jax.lax.slice_in_dim, start_index=done, limit_index=done + chunk)
+                part[index] = jax.tree.map(cut, given[index])
             source = -1 if done == 0 else 3
             numbers = [[0, chunk], [source], [3], [0], [0]]
             rows = StateRows(*(jnp.asarray(number, jnp.int32) for number in numbers))
