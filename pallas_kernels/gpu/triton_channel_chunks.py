@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.gpu.triton_gates import logs_of_channels
 from pallas_kernels.gpu.triton_state_chunks import (
     KEY,
     KEYS,
@@ -39,7 +40,6 @@ from pallas_kernels.gpu.triton_state_chunks import (
     scaled,
     store_inverse,
 )
-from pallas_kernels.gpu.triton_states import logs_of_channels
 from pallas_kernels.gpu.triton_tile import spread
 from pallas_kernels.state_arguments import ChannelDeltaOptions
 

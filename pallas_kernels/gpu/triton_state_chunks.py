@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.gpu.triton_states import named_gates, softplus
+from pallas_kernels.gpu.triton_gates import named_gates, softplus
 from pallas_kernels.gpu.triton_tile import Parts, ceil_div, power_of_two, spread
 from pallas_kernels.state_arguments import (
     ChannelDeltaOptions,

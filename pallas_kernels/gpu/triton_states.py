@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.gpu.triton_gates import Refs, logs_of_channels, named_gates, softplus
 from pallas_kernels.gpu.triton_tile import power_of_two, spread
 from pallas_kernels.state_arguments import (
     ChannelDeltaOptions,
@@ -36,7 +37,6 @@ from pallas_kernels.state_arguments import (
 )
 from pallas_kernels.state_case import StateCase
 
-Refs = dict[str, Any]
 RecurrenceOptions = DeltaOptions | Mamba2Options
 SILU = ConvOptions("silu")
 STATE_NUMBERS = 8192
@@ -249,9 +249,8 @@ class _HeadNumbers:
         if isinstance(options, ChannelDeltaOptions):
             write = gates[row.number, head].astype(jnp.float32)
             write = options.strength / (1.0 + jnp.exp(-write))
-            size, room = _room(options.inputs)
-            local = jnp.arange(room)
-            decay = logs_of_channels(refs, options, row.number, head, local, local < size)
+            local = jnp.arange(power_of_two(options.inputs))
+            decay = logs_of_channels(refs, options, row.number, head, local, local < options.inputs)
             return cls(jnp.exp(decay), write)
         rate = jnp.exp(constants[0, head])
         if isinstance(options, DeltaOptions):
@@ -262,50 +261,6 @@ class _HeadNumbers:
         step = softplus(gates[row.number, head].astype(jnp.float32) + constants[1, head])
         step = jnp.minimum(jnp.maximum(step, options.least), options.most)
         return cls(jnp.exp(-rate * step), step, constants[2, head])
-
-
-def logs_of_channels(
-    refs: Refs,
-    options: ChannelDeltaOptions,
-    token: jax.Array,
-    head: jax.Array,
-    channel: jax.Array,
-    valid: jax.Array,
-) -> jax.Array:
-    """Compute logarithms of the decays of a head, zeros where `valid` is false.
-
-    Args:
-        refs: refs with "decays" [T,heads,inputs], the gates, and "constants" [heads,1+inputs].
-        options: sizes of the recurrence.
-        token: i32[] or an array of the shape of `channel`.
-        head: i32[].
-        channel: i32 numbers of a key's numbers.
-        valid: bool of the same shape.
-    """
-    constants, shape = refs["constants"], channel.shape
-    token, heads = (
-        jnp.broadcast_to(part, shape) if part.ndim else spread(part, shape)
-        for part in (token, head)
-    )
-    gates = plt.load(refs["decays"].at[token, heads, channel], mask=valid, other=0.0)
-    biases = plt.load(constants.at[heads, 1 + channel], mask=valid, other=0.0)
-    rate, gates = jnp.exp(constants[head, 0]), gates.astype(jnp.float32) + biases
-    if options.bound:
-        logs = -options.bound / (1.0 + jnp.exp(-rate * gates))
-    else:
-        logs = -rate * softplus(gates)
-    return jnp.where(valid, logs, 0.0)
-
-
-def softplus(x: jax.Array) -> jax.Array:
-    """Return log(1 + exp(x)), with a relative error of at most 2.3e-7 in float32."""
-    # log(1 + e) is 2 atanh(e / (2 + e)), whose series is exact to float32 for e up to 1. A GPU's
-    # approximate logarithm is not exact near 1.
-    exponential = jnp.exp(-jnp.abs(x))
-    ratio = exponential / (2.0 + exponential)
-    square = ratio * ratio
-    series = functools.reduce(lambda total, n: total * square + 1 / n, range(13, 0, -2), 0.0)
-    return jnp.maximum(x, 0.0) + 2.0 * ratio * series
 
 
 def _recurrence_kernel(
@@ -574,13 +529,6 @@ def _recurred(
         name="recurrence_step",
     )(*operands.values())
     return y, (conv, state)
-
-
-def named_gates(gates: jax.Array | ChannelGates) -> dict[str, jax.Array]:
-    """Return the gates of a recurrence as operands of a kernel, by name."""
-    if isinstance(gates, ChannelGates):
-        return {"gates": gates.write, "decays": gates.decay}
-    return {"gates": gates}
 
 
 def conv_recurrence(
