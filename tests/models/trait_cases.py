@@ -609,7 +609,7 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
 }
 
 # Transformers' classes of models by those of configurations, where the names differ.
-COMPUTED_BY = {"SarvamMoE": "Glm4Moe"}
+COMPUTED_BY = {"SarvamMoE": "Glm4Moe", "SarvamMLA": "DeepseekV3"}
 # Transformers' classes of wrappers whose text has no class with logits of its own.
 WRAPPERS = ("MuseGlimmer", "Glm4v", "Glm4vMoe")
 

@@ -194,6 +194,7 @@ IN_FILES = {
     "seed_oss": "llama",
     "hy_v3": "hunyuan",
     "mellum": "qwen",
+    "sarvam_mla": "deepseek",
     "sarvam_moe": "glm",
     "solar_open": "glm",
 }
