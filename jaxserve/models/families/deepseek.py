@@ -133,16 +133,10 @@ def read_latent(
     # Both fields are derived. Most classes of Transformers store the rotated part as head_dim, and
     # files for vLLM the size of a cell of the cache.
     head = latent.key if whole_head else latent.rotary
-<<<<<<< HEAD
-    derived = {"head_dim": head} if reads_head else {}
-    for name, size in (derived | {"qk_head_dim": latent.key}).items():
-        if fields.has(name) and fields.take(name) != size:
-            fields.refuse(name, f"{size}, or nothing")
-=======
-    for name, sizes in (("head_dim", (head, latent.cell)), ("qk_head_dim", (latent.key,))):
+    derived = {"head_dim": (head, latent.cell)} if reads_head else {}
+    for name, sizes in (derived | {"qk_head_dim": (latent.key,)}).items():
         if fields.has(name) and fields.take(name) not in sizes:
             fields.refuse(name, f"{' or '.join(map(str, sizes))}, or nothing")
->>>>>>> main
         fields.take(name)
     return latent
 
@@ -235,22 +229,8 @@ def finish_latent_gguf(gguf: GgufMetadata, raw: Raw) -> None:
 
     Errors are those of `read_latent_sizes`.
     """
-<<<<<<< HEAD
     read_latent_sizes(gguf, raw)
-    raw.setdefault("norm_topk_prob", False)
-    _finish_router(gguf, raw)
-=======
-    size = gguf.get("attention.key_length_mla") or raw.get("head_dim")
-    raw["v_head_dim"] = gguf.get("attention.value_length_mla") or raw.get("v_head_dim")
-    rotary = raw.get("qk_rope_head_dim")
-    if type(size) is not int or type(rotary) is not int or size <= rotary:
-        raise CheckpointError(f"{gguf.path}: heads of {shown(size)}, {shown(rotary)} of it rotated")
-    raw["qk_nope_head_dim"] = size - rotary
-    raw.pop("head_dim", None)
-    raw["num_key_value_heads"] = raw.get("num_attention_heads")
-    raw.setdefault("q_lora_rank", None)
     read_scored(gguf, raw)
->>>>>>> main
     read_rope_scaling(gguf, raw)
     scaling = raw.get("rope_scaling", {})
     if scaling.get("rope_type") == "yarn":
@@ -265,7 +245,7 @@ def finish_latent_gguf(gguf: GgufMetadata, raw: Raw) -> None:
 
 
 def read_latent_sizes(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add the sizes of latent attention, and defaults of its experts, to the config.json `raw`.
+    """Add the sizes of latent attention to the config.json `raw`.
 
     Older files have the sizes of a head under the usual metadata keys. In newer files the keys with
     `_mla` have these sizes, and the usual keys describe the single head that latent attention is
@@ -283,8 +263,6 @@ def read_latent_sizes(gguf: GgufMetadata, raw: Raw) -> None:
     raw.pop("head_dim", None)
     raw["num_key_value_heads"] = raw.get("num_attention_heads")
     raw.setdefault("q_lora_rank", None)
-    raw.setdefault("first_k_dense_replace", 0)
-    raw.setdefault("routed_scaling_factor", 1.0)
 
 
 def _finish_router(gguf: GgufMetadata, raw: Raw) -> None:

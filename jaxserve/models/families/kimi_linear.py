@@ -30,7 +30,7 @@ from jaxserve.models.families.deepseek import (
 from jaxserve.models.families.deepseek import GGUF as DEEPSEEK_GGUF
 from jaxserve.models.families.glm4_moe_lite import listed_experts
 from jaxserve.models.family import Architecture, Family, FamilyTraits
-from jaxserve.models.gguf.metadata import GgufMetadata, Raw, layers_with
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, layers_with, read_scored
 from jaxserve.models.gguf.rules import SIZES, Change, log_of_negated
 from jaxserve.models.weight_names import (
     FINAL_NORM,
@@ -212,8 +212,8 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     read_latent_sizes(gguf, raw)
     raw["layer_types"] = [FULL if flag else LINEAR for flag in attends]
     raw["linear_num_heads"] = raw.get("num_attention_heads")
-    raw["n_group"] = raw.get("n_group") or 1
-    raw["topk_group"] = raw.get("topk_group") or 1
+    raw.setdefault("norm_topk_prob", True)
+    read_scored(gguf, raw)
 
 
 def _change(config: ModelConfig, name: str) -> Change | None:
