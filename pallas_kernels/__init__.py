@@ -86,6 +86,8 @@ from pallas_kernels.row_ops import (
     softplus,
 )
 from pallas_kernels.state_arguments import (
+    ChannelDeltaOptions,
+    ChannelGates,
     ConvOptions,
     ConvWeights,
     DeltaOptions,
@@ -98,6 +100,8 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Activation",
     "AttentionOptions",
+    "ChannelDeltaOptions",
+    "ChannelGates",
     "ConvOptions",
     "ConvWeights",
     "DeltaOptions",

@@ -57,7 +57,7 @@ from scripts.lib.run_record import about_run
 REQUIRED = (
     r"^(decode|ragged|mosaic_ragged) (bfloat16 h(64|128|256) |float8_e4m3fn h128 )p16$"
     r"|^kv_write|^step|^launch|^(grouped|quantized|quantized_grouped)_matmul (.+ )?bfloat16 "
-    r"|^(causal_conv|gated_delta|mamba2|recurrent|latent) "
+    r"|^(causal_conv|gated_delta|channel_delta|mamba2|recurrent|latent) "
 )
 """Cases that may not spill and may not copy KV."""
 H200, WORKER = "NVIDIA H200", "scripts.gpu.offline_worker"

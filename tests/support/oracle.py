@@ -342,6 +342,8 @@ class Oracle:
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         mixed = (weights @ value).transpose(1, 0, 2)
+        if "head_gate" in w:
+            mixed = mixed / (1 + np.exp(-np.tensordot(x, w["head_gate"], 1)))
         return np.tensordot(mixed, w["out"], 2) + w.get("out_bias", 0)
 
     def answer(

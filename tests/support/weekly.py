@@ -190,6 +190,7 @@ IN_FILES = {
     "lfm3": "lfm2",
     "falcon_h1": "bamba",
     "arcee": "llama",
+    "bailing_hybrid": "ling",
     "seed_oss": "llama",
     "hy_v3": "hunyuan",
     "mellum": "qwen",

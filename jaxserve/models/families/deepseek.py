@@ -108,13 +108,16 @@ def v3_latent(fields: Fields) -> Latent:
     return read_latent(fields, fields.flag("rope_interleave", default=True))
 
 
-def read_latent(fields: Fields, interleaved: bool, whole_head: bool = False) -> Latent:
+def read_latent(
+    fields: Fields, interleaved: bool, whole_head: bool = False, reads_head: bool = True
+) -> Latent:
     """Read the sizes of latent attention from the fields of a config.json.
 
     Args:
         fields: the fields.
         interleaved: whether the checkpoint pairs neighbouring dimensions for the rotation.
         whole_head: whether `head_dim` is the size of a key, and not of its rotated part.
+        reads_head: whether `head_dim` must have one of these sizes, if it is present.
     """
     if not fields.mentions("q_lora_rank"):
         fields.refuse("q_lora_rank", "a rank, or null for queries without one")
@@ -130,7 +133,8 @@ def read_latent(fields: Fields, interleaved: bool, whole_head: bool = False) -> 
     # Both fields are derived. Most classes of Transformers store the rotated part as head_dim, and
     # files for vLLM the size of a cell of the cache.
     head = latent.key if whole_head else latent.rotary
-    for name, sizes in (("head_dim", (head, latent.cell)), ("qk_head_dim", (latent.key,))):
+    derived = {"head_dim": (head, latent.cell)} if reads_head else {}
+    for name, sizes in (derived | {"qk_head_dim": (latent.key,)}).items():
         if fields.has(name) and fields.take(name) not in sizes:
             fields.refuse(name, f"{' or '.join(map(str, sizes))}, or nothing")
         fields.take(name)
@@ -147,7 +151,7 @@ def latent_weights(
     routed = expert_weights(config) if experts is None else experts
     return [
         *embedding_weights(config),
-        *every_layer([*PRE_NORMS, *_attention(config)], config),
+        *every_layer([*PRE_NORMS, *attention(config)], config),
         *every_layer(mlp_projections(config), config, sparse=False),
         *every_layer([*routed, *SHARED], config, sparse=True),
         FINAL_NORM,
@@ -167,7 +171,8 @@ SHARED = (
 )
 
 
-def _attention(config: ModelConfig) -> list[WeightName]:
+def attention(config: ModelConfig) -> list[WeightName]:
+    """Return the tensors of a layer's latent attention."""
     layer = [
         WeightName("self_attn.kv_a_proj_with_mqa.weight", "J D -> D J", "attention.down"),
         WeightName("self_attn.kv_a_layernorm.weight", "C -> C", "attention.norm.scale"),
@@ -222,19 +227,9 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
 def finish_latent_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     """Add fields of latent attention, its rotary embedding and experts to the config.json `raw`.
 
-    Older files have the sizes of a head under the usual metadata keys. In newer files the keys with
-    `_mla` have these sizes, and the usual keys describe the single head that latent attention is
-    equivalent to when the upward projection is absorbed into the queries.
+    Errors are those of `read_latent_sizes`.
     """
-    size = gguf.get("attention.key_length_mla") or raw.get("head_dim")
-    raw["v_head_dim"] = gguf.get("attention.value_length_mla") or raw.get("v_head_dim")
-    rotary = raw.get("qk_rope_head_dim")
-    if type(size) is not int or type(rotary) is not int or size <= rotary:
-        raise CheckpointError(f"{gguf.path}: heads of {shown(size)}, {shown(rotary)} of it rotated")
-    raw["qk_nope_head_dim"] = size - rotary
-    raw.pop("head_dim", None)
-    raw["num_key_value_heads"] = raw.get("num_attention_heads")
-    raw.setdefault("q_lora_rank", None)
+    read_latent_sizes(gguf, raw)
     read_scored(gguf, raw)
     read_rope_scaling(gguf, raw)
     scaling = raw.get("rope_scaling", {})
@@ -247,6 +242,27 @@ def finish_latent_gguf(gguf: GgufMetadata, raw: Raw) -> None:
         # sines.
         scale = round(10 * growth, 6)
         scaling |= {"mscale": scale, "mscale_all_dim": scale}
+
+
+def read_latent_sizes(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the sizes of latent attention to the config.json `raw`.
+
+    Older files have the sizes of a head under the usual metadata keys. In newer files the keys with
+    `_mla` have these sizes, and the usual keys describe the single head that latent attention is
+    equivalent to when the upward projection is absorbed into the queries.
+
+    Raises:
+        CheckpointError: the sizes of a head do not fit each other.
+    """
+    size = gguf.get("attention.key_length_mla") or raw.get("head_dim")
+    raw["v_head_dim"] = gguf.get("attention.value_length_mla") or raw.get("v_head_dim")
+    rotary = raw.get("qk_rope_head_dim")
+    if type(size) is not int or type(rotary) is not int or size <= rotary:
+        raise CheckpointError(f"{gguf.path}: heads of {shown(size)}, {shown(rotary)} of it rotated")
+    raw["qk_nope_head_dim"] = size - rotary
+    raw.pop("head_dim", None)
+    raw["num_key_value_heads"] = raw.get("num_attention_heads")
+    raw.setdefault("q_lora_rank", None)
 
 
 def _finish_router(gguf: GgufMetadata, raw: Raw) -> None:
