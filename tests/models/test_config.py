@@ -90,6 +90,8 @@ NEEDED = {
         "head_dim": 144,
     },
     "HunYuanDenseV1ForCausalLM": {"head_dim": 128},
+    "KimiLinearForCausalLM": {"num_key_value_heads": 32},
+    "BailingHybridForCausalLM": {"num_key_value_heads": 32},
 }
 
 
