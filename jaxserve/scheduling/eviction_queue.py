@@ -49,6 +49,19 @@ class EvictionQueue:
         """Remove blocks. Those that are not in the queue are ignored."""
         self._place_of[blocks] = _NOWHERE
 
+    def move_to_end(self, blocks: np.ndarray) -> None:
+        """Move blocks to the end, in the given order. Those that are not in the queue are ignored.
+
+        A block may occur several times. Its last place counts.
+        """
+        blocks = blocks[self.holds(blocks)]
+        numbers = np.arange(len(blocks))
+        # NumPy stores the last of several values for one index.
+        self._place_of[blocks] = numbers
+        blocks = blocks[self._place_of[blocks] == numbers]
+        self.remove(blocks)
+        self.push(blocks)
+
     def pop(self, count: int) -> np.ndarray:
         """Remove the first blocks and return them, intp[count], or all if they are fewer."""
         parts: list[np.ndarray] = []

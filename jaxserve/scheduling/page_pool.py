@@ -156,9 +156,8 @@ class PagePool:
             blocks = blocks[self._first_of_kind]
             for number, kind in enumerate(self.kinds):
                 first = self._first_of_kind[number]
-                self.block_pages[blocks[number], : kind.num_pages] = rows[
-                    :, first : first + kind.num_pages
-                ]
+                others = rows[:, first + 1 : first + kind.num_pages]
+                self.block_pages[blocks[number], 1 : kind.num_pages] = others
         self._kind_of[blocks], self.ref_count[blocks] = self._kind_numbers, 1
         return blocks
 
@@ -271,12 +270,10 @@ class PagePool:
         """Let cached blocks that no sequence holds be evicted last, in the given order.
 
         Args:
-            blocks: blocks of any kinds. Of a block that occurs twice the last place counts. Blocks
-                in use, and blocks outside a window, are ignored.
+            blocks: blocks of any kinds. If a block occurs several times, its last place counts.
+                Blocks in use, and spare blocks outside a window, are ignored.
         """
-        blocks = blocks[self._queue.holds(blocks)]
-        self._queue.remove(blocks)
-        self._queue.push(blocks)
+        self._queue.move_to_end(blocks)
 
     def used_by_kind(self) -> list[int]:
         """Return the number of pages of each kind that sequences hold."""

@@ -43,33 +43,49 @@ class WindowPages:
         self._branch[slot] = num_matched
 
     def leave_reserve(self, free: int, num_known: int, running: np.ndarray) -> bool:
-        """Return whether `free` pages are enough for all that running rows will need.
+        """Return whether `free` pages are at least `reserve(num_known, running)`.
+
+        The upper bound, which is faster to compute, usually suffices.
+        """
+        if self.upper_bound(running) <= free:
+            return True
+        return self.reserve(num_known, running) <= free
+
+    def upper_bound(self, running: np.ndarray) -> int:
+        """Return a number of pages that is at least `reserve`, for any number of known tokens.
+
+        In each kind a row lacks at most the blocks of its tokens to compute, `NEXT_BLOCKS` further
+        ones, and two that are partly filled.
+        """
+        table = self._slots
+        blocks = (NEXT_BLOCKS + 2) * len(running) + self._to_compute(running) // table.page_size
+        return blocks * table.num_parts + self._pool.num_usable // self.reserve_divisor
+
+    def reserve(self, num_known: int, running: np.ndarray) -> int:
+        """Return the free pages that running rows will need.
 
         These are the pages that prompts lack, the pages of each row's next tokens, and blocks
         outside the windows until two steps are read (see `chunk_pages`).
 
         Args:
-            free: number of free pages without those of a waiting sequence.
-            num_known: number of tokens of the waiting sequence.
+            num_known: number of tokens of a waiting sequence.
             running: the slots of running rows.
         """
         table, size = self._slots, self._pool.page_size
-        lengths, most = table.length[running], self._pool.num_usable // self.reserve_divisor
-        to_compute = int(lengths.sum() - table.num_computed[running].sum())
-        # A bound that holds for every kind. It is usually enough.
-        blocks = (NEXT_BLOCKS + 2) * len(running) + to_compute // size
-        if blocks * table.num_parts + most <= free:
-            return True
-        counts, pages = table.num_pages[running], 0
+        lengths, counts, pages = table.length[running], table.num_pages[running], 0
         for number, kind in enumerate(table.kinds):
             more = size * (NEXT_BLOCKS if kind.window is None else 1)
             ends = np.minimum(lengths + more, table.stop_length[running])
             held = counts - table.first_pages[number, running]
             lacking = np.maximum(kind.most_blocks(ends, size, size) - held, 0)
             pages += int(lacking.sum()) * kind.num_pages
-        tokens = min(num_known + to_compute, 2 * self._max_tokens)
+        tokens = min(num_known + self._to_compute(running), 2 * self._max_tokens)
         longest = max(num_known, int(lengths.max(initial=0)))
-        return pages + chunk_pages(table.kinds, longest, tokens, size, most) <= free
+        most = self._pool.num_usable // self.reserve_divisor
+        return pages + chunk_pages(table.kinds, longest, tokens, size, most)
+
+    def _to_compute(self, running: np.ndarray) -> int:
+        return int(self._slots.length[running].sum() - self._slots.num_computed[running].sum())
 
     def is_due(self, plan: LaunchPlan) -> bool:
         """Count a launch that has been read, and return whether blocks should be given back now.
@@ -108,9 +124,10 @@ class WindowPages:
             self._pool.give_up(blocks[~is_end], is_spare=True)
 
     def _ends_prefix(self, slots: np.ndarray, nth: np.ndarray, kind: int) -> np.ndarray:
-        """Return bool[n]: whether blocks are in the window before a place where prompts part.
+        """Return bool[n]: whether blocks are at most two windows before a branch point.
 
-        These places are the end of the prompt, and the end of the prefix that was in the cache.
+        The branch points of a sequence are the end of its prompt, and the end of the prefix that
+        was in the cache at its admission.
 
         Args:
             slots: for each block its slot.
@@ -127,15 +144,15 @@ class WindowPages:
         return -(-2 * window // self._pool.page_size)
 
     def requeue(self, slots: list[int]) -> None:
-        """Let blocks before a place where prompts part be evicted last, before slots are released.
+        """Move the blocks before the branch points of slots to the end of the eviction order.
 
-        They were given back while the sequences ran, and a prefix is of use only with the blocks of
-        all kinds.
+        They were given back while the sequences ran, so they would be evicted before the other
+        blocks of the prefix. Call the method before the slots are released.
         """
         table, ended = self._slots, np.array(slots)
         ends = np.array([self._branch[ended], table.num_prompt[ended] // self._pool.page_size])
         for kind in self.kinds:
-            # Blocks after these were held to the end.
+            # Later blocks are still held.
             last = np.minimum(ends, table.first_pages[kind, ended])
             first = np.maximum(ends - self._most_before_end(kind), 0)
             if not np.count_nonzero(last > first):

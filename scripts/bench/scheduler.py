@@ -11,7 +11,7 @@ Parts, each in a process of its own so that memory and garbage collection do not
                 included)
     long        the same with slots for 131,072 positions, of which the trace uses few, and the most
                 bytes that a step of decodes sends to the device
-    kinds       the same as step, for a model of which some layers have a window of 1,024 tokens
+    kinds       the same as step, for a model in which some layers have a window of 1,024 tokens
     idle        the same beside a simulated device whose steps take 4 ms: the share of the time for
                 which it is idle, overlapped as the engine does it, and in turns
     requests    all requests through 1,024 slots, prefix cache off: CPU seconds, memory, leaks,

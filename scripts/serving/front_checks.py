@@ -218,16 +218,22 @@ def check_drain(front: Front) -> None:
     twice, which is its default.
     """
     wait_until_idle(front)  # of requests that a client has just abandoned
+
+    def prompts() -> list[float]:
+        return [read_metric(each.url, "prompt_tokens_total") for each in front.replicas]
+
+    before = prompts()
     with client(front, retries=2) as api:
         stream = api.completions.create(
             model=MODEL, prompt="x", max_tokens=900, stream=True, **_LONG
         )
         chunks = iter(stream)
         next(chunks)
+        # A counter, because on a busy machine the stream may have ended before the metrics are read.
         [victim] = [
             replica
-            for replica in front.replicas
-            if read_metric(replica.url, "num_requests_running") > 0
+            for replica, after, was in zip(front.replicas, prompts(), before, strict=True)
+            if after > was
         ]
         victim.process.send_signal(signal.SIGTERM)
         for _ in range(20):

@@ -75,8 +75,8 @@ KIND_BUGS = (
     Bug(
         "kinds: a reserve of one step's tokens",
         WINDOWS,
-        "tokens = min(num_known + to_compute, 2 * self._max_tokens)",
-        "tokens = min(num_known + to_compute, self._max_tokens)",
+        "tokens = min(num_known + self._to_compute(running), 2 * self._max_tokens)",
+        "tokens = min(num_known + self._to_compute(running), self._max_tokens)",
         only_slow=True,
     ),
 )

@@ -136,6 +136,39 @@ def test_the_second_prompt_with_a_prefix_keeps_its_end():
     assert cached == [0, 0, 24, 24]
 
 
+def test_many_sequences_with_one_prefix_end_in_one_step():
+    """Each of them moves the same blocks to the end of the eviction order."""
+    served = Served(pages=400, slots=60, kinds=(PoolKind(), PoolKind(64)), budget=1024)
+    prefix = prompt(160)
+    served.serve(prefix, max_tokens=2)
+    served.serve(np.concatenate([prefix, prompt(8, 500)]), max_tokens=2)
+    rows = [
+        served.add(np.concatenate([prefix, prompt(4, 1000 + 10 * number)]), max_tokens=2)
+        for number in range(60)
+    ]
+    assert len(served.run()) == 60
+    assert {row.num_cached for row in rows} == {160}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_upper_bound_of_the_reserve(seed):
+    """Rows in every state: within a prompt, after a hit, before and beyond their window."""
+    generator = np.random.default_rng(seed)
+    served, checks = Served(pages=900, slots=8, kinds=KINDS, budget=32), 0
+    for number in range(12):
+        lengths = generator.integers(1, 60, 2)
+        tokens = [prompt(lengths[0]), prompt(lengths[1], 1000 * number)]
+        served.add(np.concatenate(tokens), max_tokens=20)
+    windows = served.scheduler.windows
+    while served.scheduler.has_work:
+        running = np.array([one.slot for one in served.scheduler.running_sequences()], np.intp)
+        for known in (1, 100, 1000):
+            assert windows.reserve(known, running) <= windows.upper_bound(running)
+            checks += len(running) > 0
+        served.step()
+    assert checks > 60
+
+
 def test_chunks_shorten_before_a_sequence_is_preempted():
     served = Served(pages=5 * 13, kinds=KINDS, budget=64, slots=2, enable_prefix_caching=False)
     served.add(30, max_tokens=18)
