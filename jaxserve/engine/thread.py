@@ -245,6 +245,6 @@ class EngineThread:
 
 
 def _failed(request: Request, index: int, error: Exception) -> Delta:
-    delta = Delta(request.request_id, index, "", [], 0, FinishReason.ERROR)
+    delta = Delta(request.request_id, index, "", [], 0, finish_reason=FinishReason.ERROR)
     delta.fail(error if isinstance(error, InvalidRequest) else str(error))
     return delta

@@ -479,6 +479,7 @@ def test_keys_and_tensors_are_llama_cpp_s():
             for tensor in gguf.MODEL_TENSORS[converter.arch]
         }
         stacked = {f"blk.{{}}.{expert}_exps" for expert in rules.experts}
-        known_tensors = {key.removesuffix(".bias") for key in rules.tensors} | stacked
+        by_head = {f"blk.{{}}.{name}" for name in rules.heads}
+        known_tensors = {key.removesuffix(".bias") for key in rules.tensors} | stacked | by_head
         # An embedding's projection, and gates and upward projections as one, are refused by name.
         assert tensors - known_tensors <= {"dense_2", "blk.{}.ffn_gate_up_exps"}, name

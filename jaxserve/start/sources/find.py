@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def _find(config: EngineConfig, on_progress: OnProgress | None, config_only: boo
             )
         return ConvertedSource(path, fields, model_config, generation, open_converted(path))
     if not config_only and config.load_format != "dummy":
-        tied = ties(open_checkpoint(path), fields, model_config)
+        tied = ties(lambda: open_checkpoint(path), fields, model_config)
         if tied != model_config.tie_word_embeddings:
             fields["tie_word_embeddings"] = tied
             model_config = divided(parse_model_config(fields, where), config)
@@ -152,7 +153,7 @@ def divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
     return divided
 
 
-def ties(checkpoint: Checkpoint, fields: dict[str, Any], config: ModelConfig) -> bool:
+def ties(open_: Callable[[], Checkpoint], fields: dict[str, Any], config: ModelConfig) -> bool:
     """Return whether a model's output projection is its embedding (tied weights).
 
     As in Transformers, a stored output projection that differs from the embedding is used, whatever
@@ -162,6 +163,7 @@ def ties(checkpoint: Checkpoint, fields: dict[str, Any], config: ModelConfig) ->
     unsaid = config.wrapper and fields.get("tie_word_embeddings") is None
     if not (config.tie_word_embeddings or unsaid):
         return False
+    checkpoint = open_()
     prefix, output = naming(checkpoint) if config.wrapper else NAMINGS[-1]
     has_projection = has_own_output(checkpoint, output, f"{prefix}embed_tokens.weight")
     if has_projection and config.tie_word_embeddings:

@@ -98,7 +98,7 @@ def params_source(params: Any, config: Any, tokenizer: Any, settings: EngineConf
     if isinstance(params, nnx.State):
         tied = "table" not in params.get("embedding", {})
     else:
-        tied = ties(checkpoint_of(params), fields, model)
+        tied = ties(lambda: checkpoint_of(params), fields, model)
     if tied != model.tie_word_embeddings:
         fields["tie_word_embeddings"] = tied
         model = divided(parse_model_config(fields, "config"), settings)
