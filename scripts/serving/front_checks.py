@@ -229,7 +229,7 @@ def check_drain(front: Front) -> None:
         )
         chunks = iter(stream)
         next(chunks)
-        # A counter, because on a busy machine the stream may have ended before the metrics are read.
+        # A counter, because on a busy machine the stream may have ended before metrics are read.
         [victim] = [
             replica
             for replica, after, was in zip(front.replicas, prompts(), before, strict=True)
