@@ -60,6 +60,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(bundled_model(), folder / "first")
     shutil.copytree(bundled_model(), folder / "second")
     (folder / "second" / "model.safetensors").write_bytes(save(SECOND))
+    (folder / "a" / "model").mkdir(parents=True)
+    (folder / "a" / "model" / "model.safetensors").write_bytes(save(SECOND)[:-2])
     (folder / "link").symlink_to(outside)
     (folder / "inner").mkdir()
     (folder / "inner" / "model.safetensors").symlink_to(outside / "model.safetensors")
@@ -255,6 +257,7 @@ def test_a_client_that_goes_away(updated: Server) -> None:
         ("first/config.json", "there is no folder"),
         ("a\0b", "there is no folder"),
         (".", ".: has neither"),
+        ("a/model", "a/model/model.safetensors: is truncated (2 bytes short); its header"),
     ],
 )
 def test_paths(updated: Server, name: str, text: str) -> None:

@@ -33,6 +33,7 @@ from jaxserve.weights.safetensors import read_header
 MODES = ("keep", "wait", "abort")
 # Bytes of a body that are written to the disk at a time.
 _PIECE_BYTES = 1 << 20
+_SUFFIX = ".upload"
 _HOW = (
     "POST /start_weight_update, then to /update_weights the bytes of safetensors files "
     '(application/octet-stream) or {"model_path": ...}, then POST /finish_weight_update'
@@ -202,7 +203,9 @@ def _refusing(path: Path, name: str) -> Iterator[None]:
     try:
         yield
     except (CheckpointError, InvalidRequest, UnsupportedModel) as error:
-        text = " ".join(str(error).replace(str(path), name).replace(path.name, name).split())
+        text = " ".join(str(error).replace(str(path), name).split())
+        if path.suffix == _SUFFIX:
+            text = text.replace(path.name, name)
         raise ApiError(400, text, code="invalid_weights") from error
 
 
@@ -215,7 +218,7 @@ async def _received(request: Request, update: WeightUpdate) -> AsyncIterator[Pat
     """Context manager that writes a request's body to a temporary file, and yields its path."""
     update.check_room(int(request.headers.get("content-length", "0")))
     seconds: float = request.app.state.served.config.body_timeout
-    with tempfile.NamedTemporaryFile(prefix="jaxserve-", suffix=".safetensors") as file:
+    with tempfile.NamedTemporaryFile(prefix="jaxserve-", suffix=_SUFFIX) as file:
         waiting = bytearray()
         async for data in body_pieces(request, seconds):
             update.count(len(data))
