@@ -26,7 +26,9 @@ from jaxserve.server.settings import ServerConfig
 from jaxserve.settings.config import bundled_model
 from jaxserve.weights.checkpoint import open_checkpoint
 from jaxserve.weights.safetensors import read_tensor
+from tests.server import test_kept_files
 from tests.server.conftest import KEYS
+from tests.server.test_kept_responses import to
 from tests.support.live_server import SMALL, Answer, Canary, Server, read_stream
 
 BYTES = {"content-type": "application/octet-stream"}
@@ -72,6 +74,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(root: Path) -> Iterator[Server]:
     words = ["--enable-weight-updates", "--api-key", KEYS[0], "--weights-root", str(root)]
+    words += ["--files-dir", str(root.parent / "files")]
     with Server([*SMALL, *words], key=KEYS[0], module="tests.support.slow_server") as server:
         yield server
 
@@ -338,6 +341,18 @@ def test_sleep(updated: Server, level: int, mode: str) -> None:
     assert (b'"finish_reason":"length"' in events) == (mode != "abort")
     assert states(updated) == (False, False) and tokens(updated) == before
     assert updated.request("/sleep?level=3", method="POST").error["param"] == "level"
+
+
+def test_a_batch_outlasts_a_pause_and_a_sleep(updated: Server) -> None:
+    lines = [test_kept_files.line(str(n), "stone", max_tokens=20) for n in range(12)]
+    with to(updated) as client:
+        batch = test_kept_files.begin(client, test_kept_files.send(client, lines))
+        for path, end in (("/pause", "/resume"), ("/sleep", "/wake_up")):
+            updated.wait_for("num_requests_running", lambda count: count > 0)
+            good(updated, path)
+            good(updated, end)
+        batch = test_kept_files.ended(client, batch.id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 12)
 
 
 def test_answers_name_the_weights(updated: Server, server: Server) -> None:
