@@ -1,5 +1,6 @@
 """Weights in memory in a running engine: updates, versions, pause and sleep."""
 
+import asyncio
 import gc
 import threading
 import time
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, AsyncLLM, CompletionOutput, SamplingParams
 from jaxserve.errors import CheckpointError, EngineAsleep, InvalidRequest
 from jaxserve.models import checkpoint_weights, parse_model_config
 from jaxserve.models.weight_table import dimensions
@@ -287,3 +288,37 @@ def test_missing_arrays_are_named() -> None:
 def test_arguments_of_other_types_are_refused(config: Any, tokenizer: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         LLM.from_params(FIRST, config, tokenizer)
+
+
+def test_async_engine(answers: dict[str, list[list[int]]]) -> None:
+    async def run() -> None:
+        async with AsyncLLM.from_params(FIRST, FIELDS, **SETTINGS) as llm:
+
+            async def answer() -> CompletionOutput:
+                whole = CompletionOutput(0, "", [])
+                async for output in llm.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY):
+                    for part in output.outputs:
+                        whole.token_ids += part.token_ids
+                        whole.weight_versions += part.weight_versions
+                return whole
+
+            assert (await answer()).token_ids == answers["first"][0]
+            assert await llm.update_weights(SECOND, "b") == llm.weights_version == "b"
+            await llm.pause("wait")
+            waiting = asyncio.create_task(answer())
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            await llm.resume()
+            updated = await waiting
+            assert updated.token_ids == answers["second"][0]
+            assert set(updated.weight_versions) == {(n, "b") for n, _ in updated.weight_versions}
+            await llm.sleep()
+            with pytest.raises(EngineAsleep):
+                await answer()
+            await llm.wake_up()
+            assert (await answer()).token_ids == answers["second"][0]
+            names: Any = {metric.name: metric for metric in await llm.get_metrics()}
+            assert names["jaxserve:weights_version_info"].labels["version"] == "b"
+            assert names["jaxserve:weight_updates"].value == 1
+
+    asyncio.run(run())
