@@ -374,6 +374,12 @@ def test_answers_name_the_weights(updated: Server, server: Server) -> None:
     body |= {"stream": True}
     *events, _ = updated.request("/inference/v1/generate", body).events()
     assert {event["weight_version"] for event in events} == {"0"}
+    message = {"messages": user, "max_tokens": 2}
+    assert updated.request("/v1/messages", message).json()["weight_version"] == "0"
+    events = updated.request("/v1/messages", message | {"stream": True}).events()
+    [last] = [event for event in events if event["type"] == "message_delta"]
+    assert last["weight_version"] == "0"
+    assert b"weight_version" not in server.request("/v1/messages", message | {"stream": True}).body
     assert "weight_version" not in server.complete(PROMPT, 2).json()
 
 
