@@ -194,6 +194,18 @@ class AsyncLLM(EngineOwner):
         """
         return await asyncio.to_thread(self._update_weights, params, version, running, finish)
 
+    async def discard_weights(self) -> None:
+        """Discard the arrays that `update_weights` has staged."""
+        await asyncio.to_thread(self._updates.discard)
+
+    @property
+    def most_weight_bytes(self) -> int:
+        """Most bytes of safetensors files with all tensors of the model.
+
+        They may have twice the bytes of the parameters before quantization, and headers.
+        """
+        return self._updates.most_file_bytes
+
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Start no further request until `resume`. New requests wait.
 

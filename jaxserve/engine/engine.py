@@ -234,8 +234,8 @@ class Engine:
             for live in self._delivery.all():
                 self._delivery.end(live, FinishReason.ABORT)
         self._drain()
-        self.paused = "keep" if mode == "abort" else mode
-        if mode == "wait":
+        self.paused = "wait" if mode == "wait" and not self.is_asleep else "keep"
+        if self.paused == "wait":
             self.scheduler.waiting.hold(lambda waiting: waiting.num_cached < 0)
 
     def resume_all(self) -> None:

@@ -71,6 +71,16 @@ class EngineOwner:
         """The version of the weights: "0" at the start, then the one that an update names."""
         return self._thread.engine.weights_version
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is paused, by `pause` or by `sleep`."""
+        return self._thread.engine.paused is not None
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps, from `sleep` until `wake_up`."""
+        return self._thread.engine.is_asleep
+
     def _update_weights(self, *arguments: Any) -> str:
         if self._thread.engine.is_asleep:
             raise EngineAsleep("the engine sleeps; its weights can be updated after wake_up")

@@ -57,6 +57,11 @@ class WeightUpdates:
         with self._lock:
             self._staged = {}
 
+    @property
+    def most_file_bytes(self) -> int:
+        """See `ParameterReader.most_file_bytes`."""
+        return self._opened_reader().most_file_bytes
+
     def _update(self, params: Any, version: str | None, running: UpdateMode, finish: bool) -> str:
         self._thread.check_open()
         self._check(version, running)
@@ -65,10 +70,8 @@ class WeightUpdates:
         assert plan is not None
         current = plan.model.values(runner.leaves) if runner.leaves else {}
         if params:
-            if self._reader is None:
-                self._reader = self._make_reader()
             try:
-                self._staged |= self._reader.read(params, {**current, **self._staged})
+                self._staged |= self._opened_reader().read(params, {**current, **self._staged})
             except CheckpointError as error:
                 raise InvalidRequest(str(error), "params") from error
         if not finish:
@@ -99,17 +102,19 @@ class WeightUpdates:
             )
         check_mode(running, "running", UpdateMode)
 
-    def _make_reader(self) -> ParameterReader:
-        loaded = self._thread.engine.loaded
-        plan, source = loaded.plan, loaded.source
-        assert plan is not None and source is not None
-        return ParameterReader(
-            plan.model_config,
-            plan.dtype,
-            plan.form or source.fixed_quantization,
-            layout_on(plan.config, plan.device.limits),
-            make_mesh(plan.model_config.split.devices),
-        )
+    def _opened_reader(self) -> ParameterReader:
+        if self._reader is None:
+            loaded = self._thread.engine.loaded
+            plan, source = loaded.plan, loaded.source
+            assert plan is not None and source is not None
+            self._reader = ParameterReader(
+                plan.model_config,
+                plan.dtype,
+                plan.form or source.fixed_quantization,
+                layout_on(plan.config, plan.device.limits),
+                make_mesh(plan.model_config.split.devices),
+            )
+        return self._reader
 
     def _check_whole(self, plan: StartPlan) -> None:
         # After sleep at level 2, the engine has no weights to keep.

@@ -20,7 +20,7 @@ MAX_REPLICAS = 4096
 _LISTENS_SECONDS = 10.0
 _ADDRESS = re.compile(r"auto|[^\s/]+:[0-9]{1,5}")
 # Settings that need a server with its own socket. With replicas the proxy has the socket.
-_OF_ONE_PROCESS = ("files_dir", "uds", "ssl_certfile")
+_OF_ONE_PROCESS = ("files_dir", "uds", "ssl_certfile", "enable_weight_updates")
 
 
 # Settings of a group of hosts. With replicas there is a group for each.

@@ -128,6 +128,9 @@ class ServerConfig:
         open_metrics: serve GET /metrics without an api_key, as vLLM does, for routers that have no
             key, like llm-d's.
         server_dev_mode: serve POST /reset_prefix_cache and GET /server_info even without api_key.
+        enable_weight_updates: let clients replace the weights, pause the server and let it sleep
+            (POST /start_weight_update and others). Needs an api_key, each of which may do so.
+        weights_root: a folder, below which POST /update_weights may read checkpoints by their path.
         enable_tokenizer_info_endpoint: serve GET /tokenizer_info, which shows the chat template.
         response_role: role of the messages in answers.
         root_path: path at which a proxy shows the server, like /llm. Requests may contain it or
@@ -196,6 +199,8 @@ class ServerConfig:
     enable_per_request_metrics: bool = False
     open_metrics: bool = False
     server_dev_mode: bool = False
+    enable_weight_updates: bool = False
+    weights_root: str | None = None
     enable_tokenizer_info_endpoint: bool = False
     response_role: str = "assistant"
     root_path: str = ""
@@ -232,6 +237,7 @@ class ServerConfig:
                 "otlp_traces_endpoint",
             )
         self._check_tls()
+        self._check_updates()
         efforts = self.reasoning_effort_map or {}
         if not all(isinstance(effort, str) for effort in efforts.values()):
             raise InvalidRequest(
@@ -270,6 +276,18 @@ class ServerConfig:
                     raise InvalidRequest(f"{name} needs ssl_certfile", name)
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise InvalidRequest("ssl_cert_reqs needs ssl_ca_certs", "ssl_cert_reqs")
+
+    def _check_updates(self) -> None:
+        name = "enable_weight_updates"
+        if self.enable_weight_updates and not self.api_key:
+            raise InvalidRequest(f"{name} needs an api_key, which its routes require", name)
+        root = self.weights_root
+        if root is None:
+            return
+        if not self.enable_weight_updates:
+            raise InvalidRequest(f"weights_root needs {name}", "weights_root")
+        if not os.path.isdir(root):
+            raise InvalidRequest(f"weights_root: no such folder: {root!r}", "weights_root")
 
     @property
     def num_keys(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +85,14 @@ def checkpoint_of(params: Any, is_part: bool = False) -> Checkpoint:
     Args:
         is_part: whether tensors of the model may be missing.
         params: a mapping of names to arrays of NumPy or JAX, or an `nnx.State`, whose names are the
-            paths of its parameters.
+            paths of its parameters. Or an opened checkpoint, all of whose tensors must be used.
 
     Raises:
         CheckpointError: a name is no text, or a value is no array, has an unknown dtype, was
             deleted, or is not on devices of this process alone.
     """
+    if isinstance(params, Checkpoint):
+        return replace(params, whole=True, is_part=is_part)
     params = parameters_of_state(params) if isinstance(params, nnx.State) else params
     if not isinstance(params, Mapping):
         raise CheckpointError(

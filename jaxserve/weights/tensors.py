@@ -67,7 +67,8 @@ def open_arrays(params: Any, config: ModelConfig, is_part: bool = False) -> Stor
     """Return arrays in memory as the tensors of a checkpoint, checked against the configuration.
 
     Args:
-        params: a mapping of names in checkpoint files to arrays, or an `nnx.State` of the model.
+        params: a mapping of names in checkpoint files to arrays, an `nnx.State` of the model, or an
+            opened checkpoint, which is read in place of arrays.
         config: the configuration.
         is_part: whether arrays may be missing. The result has only the given ones.
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import ModelConfig, abstract_model
+from jaxserve.models import ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_copy import all_finite
@@ -29,6 +29,9 @@ from jaxserve.weights.placement import Placement
 from jaxserve.weights.safetensors import read_tensor
 from jaxserve.weights.shapes import DeviceLayout
 from jaxserve.weights.tensors import StoredTensors, open_arrays
+
+HEADER_BYTES = 512
+"""Most bytes for the entry of a tensor in headers of safetensors files, on average."""
 
 
 class ParameterReader:
@@ -54,13 +57,27 @@ class ParameterReader:
         self._parameters = parameters_of(abstract_model(config, dtype))
         self._placement = Placement(config, self._parameters, form, layout.panels, mesh)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parameters before quantization."""
+        return sum(p.size * np.dtype(p.dtype).itemsize for p in self._parameters.values())
+
+    @property
+    def most_file_bytes(self) -> int:
+        """Most bytes that safetensors files of the model need together.
+
+        The values may take twice the bytes of the parameters, for float32 in place of bfloat16.
+        """
+        return 2 * self.num_bytes + HEADER_BYTES * len([*checkpoint_weights(self._config)])
+
     def read(self, params: Any, current: Mapping[str, Any]) -> dict[str, Any]:
         """Return the new values of the parameters that arrays belong to, by path.
 
         A parameter of which only some tensors are given keeps the rest of its current value.
 
         Args:
-            params: a mapping of names in checkpoint files to arrays, or an `nnx.State`.
+            params: a mapping of names in checkpoint files to arrays, an `nnx.State`, or an opened
+                checkpoint.
             current: the placed values of all parameters, by path.
 
         Raises:
@@ -100,6 +117,7 @@ class ParameterReader:
         mask from the new value and the others from the current one.
         """
         parameter, placement = self._parameters[path], self._placement
+        where = stored.opened.directory
         new = np.zeros(parameter.shape, parameter.dtype)
         mask = np.zeros(parameter.shape, f"u{new.dtype.itemsize}")
         for part in parts:
@@ -109,8 +127,8 @@ class ParameterReader:
             mask[part.index] = ~mask.dtype.type(0)
             if not all_finite(np.ascontiguousarray(new[part.index])):
                 raise CheckpointError(
-                    f"{NAME}: tensor {part.name!r} holds NaN or infinity, or values too large for "
-                    f"{new.dtype}"
+                    f"{where}: tensor {part.name!r} holds NaN or infinity, or values too large "
+                    f"for {new.dtype}"
                 )
         value: Any = placement.quantized(path, new)
         if isinstance(value, np.ndarray):
@@ -119,13 +137,13 @@ class ParameterReader:
             bits = _mask_of(value, mask, contracted(parameter) or 1, holds_experts(parameter))
         else:
             raise CheckpointError(
-                f"{NAME}: {parts[0].name!r} is a part of {path!r}, which is quantized in blocks; "
+                f"{where}: {parts[0].name!r} is a part of {path!r}, which is quantized in blocks; "
                 "allowed: all tensors of the parameter together"
             )
         placed = placement.placed(path, value)
         if jax.tree.structure(placed) != jax.tree.structure(current):
             raise CheckpointError(
-                f"{NAME}: {parts[0].name!r} is a part of {path!r}, which has another form; "
+                f"{where}: {parts[0].name!r} is a part of {path!r}, which has another form; "
                 "allowed: all tensors of the parameter together"
             )
         return jax.tree.map(_merged, current, placed, placement.placed(path, bits))

@@ -174,6 +174,7 @@ class MessagesFormatter(ResponseFormatter):
             usage=self._usage(generation, len(choice.token_ids)),
             stop_reason=reason,
             stop_sequence=sequence,
+            weight_version=generation.weight_version,
         )
         if self._edits is not None:
             response.context_management = self._edits
@@ -228,7 +229,7 @@ class MessagesFormatter(ResponseFormatter):
         choice = generation.choices[0]
         reason, sequence = self._stop(choice)
         usage = self._usage(generation, len(choice.token_ids))
-        empty = b""
+        version, empty = generation.weight_version, b""
         if not (choice.message.content or choice.message.calls):
             empty = self._begin(schema.TextBlock, schema.TextBlock(text=""))
         return b"".join(
@@ -240,6 +241,7 @@ class MessagesFormatter(ResponseFormatter):
                     delta={"stop_reason": reason, "stop_sequence": sequence},
                     usage=usage,
                     **({} if self._edits is None else {"context_management": self._edits}),
+                    **({"weight_version": version} if version else {}),
                 ),
                 _event("message_stop"),
             )

@@ -17,7 +17,7 @@ from jaxserve.server.api.chat import chat_completions
 from jaxserve.server.api.completions import completions
 from jaxserve.server.api.responses import responses
 from jaxserve.server.api.streaming import error_response
-from jaxserve.server.kept.batch_lines import BatchResponse, Line
+from jaxserve.server.kept.batch_lines import BatchResponse, Line, model_of
 from jaxserve.server.schema.errors import ApiError, as_api_error
 from jaxserve.server.served.models import Models, ServedModel
 from jaxserve.server.settings import ServerConfig
@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 SLOTS_FOR_ONE_FREE = 8
 # Seconds after which the slots are looked at again, unless a line has ended earlier.
 POLL_SECONDS = 0.02
+# Seconds after which an interrupted line is sent again.
+AGAIN_SECONDS = 0.5
 _ENDPOINTS = {
     "/v1/chat/completions": chat_completions,
     "/v1/completions": completions,
@@ -105,10 +107,21 @@ class BatchService:
     async def answer(self, line: Line, owner: str | None = None) -> BatchResponse:
         """Return the answer to a request of a batch, sent by the client `InnerClient`.
 
-        Errors become answers with their status. `owner` is the digest of the batch's API key, or
-        None.
+        Errors become answers with their status. A request that a pause or an update of weights
+        aborts, or that a sleeping model refuses, is sent again. `owner` is the digest of the
+        batch's API key, or None.
         """
-        return await self._client.answer(line, owner)
+        response = await self._client.answer(line, owner)
+        while response.status_code == 503 and self._is_interrupted(line, response):
+            await asyncio.sleep(AGAIN_SECONDS)
+            response = await self._client.answer(line, owner)
+        return response
+
+    def _is_interrupted(self, line: Line, response: BatchResponse) -> bool:
+        model = self._find(model_of(line))
+        code = msgspec.json.decode(response.body)["error"]["code"]
+        may_be = model.config.enable_weight_updates and model.llm.is_alive()
+        return may_be and code in ("aborted", "engine_asleep")
 
     def is_alive(self, model: str | None) -> bool:
         """Return whether the engine of the model with this name runs. None is the first model."""

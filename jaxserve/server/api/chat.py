@@ -187,6 +187,7 @@ class ChatFormatter(ChoiceFormatter):
             generation.model.name,
             [self._choice(generation, choice) for choice in generation.choices],
             generation.usage(),
+            weight_version=generation.weight_version,
         )
         if self._ids:
             response.prompt_token_ids = generation.choices[0].prompt_token_ids
@@ -226,7 +227,8 @@ class ChatFormatter(ChoiceFormatter):
     def _response(
         self, generation: Generation, choices: list[openai.ChunkChoice]
     ) -> openai.ChatChunk:
-        return openai.ChatChunk(self._id, generation.created, generation.model.name, choices)
+        head = self._id, generation.created, generation.model.name, choices
+        return openai.ChatChunk(*head, weight_version=generation.weight_version)
 
     def _event(self, generation: Generation, choices: list[openai.ChunkChoice]) -> openai.ChatChunk:
         chunk = super()._event(generation, choices)

@@ -199,7 +199,8 @@ class CompletionFormatter(ChoiceFormatter):
         self._tokens = [CompletionTokens(self._texts, skips_special) for _ in numbers]
 
     def _response(self, generation: Generation, choices: list) -> CompletionResponse:
-        return CompletionResponse(self._id, generation.created, generation.model.name, choices)
+        head = self._id, generation.created, generation.model.name, choices
+        return CompletionResponse(*head, weight_version=generation.weight_version)
 
     def _used(self, generation: Generation, sent: list[int] | None = None) -> Usage:
         usage = generation.usage(sent)

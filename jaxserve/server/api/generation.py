@@ -115,6 +115,7 @@ class Generation:
             self._first[request.request_id] = first
             first += request.sampling.n
         self._cached = dict.fromkeys(self._first, 0)
+        self._version = ""  # of the weights that computed the last token
         self._times: dict[int, SequenceTimes] = {}  # of each choice that ended with a token
         self._admission = model.admission
         self._live = len(self.choices)
@@ -237,6 +238,7 @@ class Generation:
             self.prompt_logprobs[choice.prompt] = delta.prompt_logprobs
         choice.text += delta.text
         choice.token_ids += delta.token_ids
+        self._version = delta.version or self._version
         part = parts.get(index)
         if part is None:
             part = parts[index] = ChoicePart(index, delta.text, delta.token_ids)
@@ -291,6 +293,13 @@ class Generation:
             siblings = self.choices[first : first + request.sampling.n]
             most = max(len(sibling.token_ids) for sibling in siblings)
             self._metrics.completed(len(siblings), most)
+
+    @property
+    def weight_version(self) -> str | msgspec.UnsetType:
+        """Version of the weights that computed the last token, UNSET if they cannot be updated."""
+        if not self.model.config.enable_weight_updates:
+            return msgspec.UNSET
+        return self._version or self.model.llm.weights_version
 
     def timing(self) -> openai.PerRequestMetrics | msgspec.UnsetType | None:
         """Return the times of the request's only completion, for the answer's `metrics`.

@@ -45,6 +45,7 @@ class InfillResponse(msgspec.Struct):
     tokens_evaluated: int = 0
     stop_type: str = "none"
     stopping_word: str = ""
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
 
 
 async def infill(http_request: Request) -> Response:
@@ -87,7 +88,9 @@ class InfillFormatter(ResponseFormatter):
         word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
         kind = "limit" if choice.finish_reason == "length" else "word" if word else "eos"
         counts = len(choice.token_ids), len(choice.prompt_token_ids)
-        return InfillResponse(text, generation.model.name, True, *counts, kind, word)
+        answer = InfillResponse(text, generation.model.name, True, *counts, kind, word)
+        answer.weight_version = generation.weight_version
+        return answer
 
     def _part(self, generation: Generation, part: ChoicePart) -> bytes:
         response = InfillResponse(part.text, generation.model.name, False)

@@ -12,7 +12,7 @@ import jaxserve
 from jaxserve.server.api import info, tokens
 from jaxserve.server.api.infill import InfillRequest, InfillResponse
 from jaxserve.server.api.streaming import json_response
-from jaxserve.server.schema import anthropic, files, openai, response_items
+from jaxserve.server.schema import anthropic, files, openai, response_items, weights
 from jaxserve.server.schema.generate import GenerateRequest, GenerateResponse
 from jaxserve.server.schema.responses import CountInputRequest, ResponsesRequest
 
@@ -36,6 +36,7 @@ POSTS: dict[str, tuple[type, Any]] = {
     "/v1/chat/completions/render": (openai.ChatRequest, GenerateRequest),
     "/v1/messages/render": (anthropic.MessagesRequest, GenerateRequest),
     "/infill": (InfillRequest, InfillResponse),
+    "/init_weight_transfer_engine": (weights.InitTransferRequest, weights.WeightsMessage),
 }
 GETS: dict[str, type | None] = {
     "/v1/models": info.ModelList,
@@ -49,13 +50,16 @@ GETS: dict[str, type | None] = {
     "/model_info": info.ModelInfo,
     "/metrics": None,
 }
-_INTEGER, _FLAG = {"type": "integer"}, {"type": "boolean"}
+_INTEGER, _FLAG, _TEXT = {"type": "integer"}, {"type": "boolean"}, {"type": "string"}
 _PAGE: dict[str, Any] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 100},
     "order": {"enum": ["asc", "desc"]},
     "after": {"type": "string"},
 }
-# Operations on stored objects: method, path, type of the answer, query arguments.
+_MODEL: dict[str, Any] = {"model": _TEXT}
+_MODE: dict[str, Any] = {"mode": {"enum": ["keep", "wait", "abort"]}, **_MODEL}
+# Operations with arguments of the query: method, path, type of the answer, arguments. They work on
+# stored objects, or on the weights of a model.
 KEPT: tuple[tuple[str, str, type, dict[str, Any]], ...] = (
     (
         "get",
@@ -79,17 +83,46 @@ KEPT: tuple[tuple[str, str, type, dict[str, Any]], ...] = (
     ("get", "/v1/batches", files.BatchList, _PAGE),
     ("get", "/v1/batches/{batch_id}", files.Batch, {}),
     ("post", "/v1/batches/{batch_id}/cancel", files.Batch, {}),
+    ("post", "/pause", weights.EngineStatus, _MODE),
+    ("post", "/resume", weights.EngineStatus, _MODEL),
+    ("get", "/is_paused", weights.IsPaused, _MODEL),
+    ("post", "/sleep", weights.EngineStatus, {"level": {"enum": [1, 2]}, **_MODE}),
+    ("post", "/wake_up", weights.EngineStatus, _MODEL),
+    ("get", "/is_sleeping", weights.IsSleeping, _MODEL),
+    ("get", "/get_world_size", weights.WorldSize, _MODEL),
+    ("post", "/start_weight_update", weights.WeightsMessage, {"restart": _FLAG, **_MODEL}),
+    ("post", "/update_weights", weights.WeightsMessage, _MODEL),
+    (
+        "post",
+        "/finish_weight_update",
+        weights.WeightsMessage,
+        {"version": _TEXT, "running": {"enum": ["recompute", "keep", "abort"]}, **_MODEL},
+    ),
 )
 _FORM: dict[str, Any] = {
     "type": "object",
     "required": ["purpose", "file"],
     "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
 }
+_BYTES: dict[str, Any] = {"type": "string", "format": "binary"}
+# Bodies of operations of KEPT by path: schemas by media type.
+_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/files": {"multipart/form-data": _FORM},
+    "/update_weights": {
+        "application/octet-stream": _BYTES,
+        "application/json": {
+            "type": "object",
+            "required": ["model_path"],
+            "properties": {"model_path": _TEXT},
+        },
+    },
+}
 _REFUSALS = {
     "400": "A field is wrong; `param` names it.",
     "401": "No valid API key.",
     "403": "A Host or Origin that is not served.",
     "404": "No such model or path.",
+    "409": "Another update of the weights is in progress, or none.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",
     "415": "Not application/json.",
@@ -162,8 +195,8 @@ def _add_kept(
         "parameters": parameters,
         "responses": {"200": good, **refusals},
     }
-    if answered is files.FileObject and method == "post":
-        content = {"multipart/form-data": {"schema": _FORM}}
+    if method == "post" and path in _BODIES:
+        content = {media: {"schema": form} for media, form in _BODIES[path].items()}
         described["requestBody"] = {"required": True, "content": content}
     paths.setdefault(path, {})[method] = described
 

@@ -95,6 +95,7 @@ class ResponsesFormatter(ResponseFormatter):
             top_p=sampling.top_p,
             truncation=body.truncation or "disabled",
             user=body.user,
+            weight_version=generation.weight_version,
         )
 
     def whole(self, generation: Generation) -> items.ResponsesResponse:

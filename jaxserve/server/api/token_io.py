@@ -155,7 +155,8 @@ class GenerateFormatter(ChoiceFormatter):
     def _response(
         self, generation: Generation, choices: list[schema.GenerateChoice]
     ) -> schema.GenerateResponse:
-        return schema.GenerateResponse(self._id, choices, self._body.output_mode)
+        head = self._id, choices, self._body.output_mode
+        return schema.GenerateResponse(*head, weight_version=generation.weight_version)
 
     def whole(self, generation: Generation) -> schema.GenerateResponse:
         choices = [self._choice(choice) for choice in generation.choices]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from python_multipart.exceptions import FormParserError
@@ -138,8 +139,27 @@ async def read_form(request: Request, upload: Upload, seconds: float) -> Form:
     boundary = options.get(b"boundary", b"")
     if not 1 <= len(boundary) <= 200:
         raise ApiError(400, "Content-Type needs a boundary", code="bad_form")
-    form, received, began = Form(boundary, upload), 0, time.monotonic()
-    while True:
+    form = Form(boundary, upload)
+    async for data in body_pieces(request, seconds):
+        form.feed(data)
+    if not form.is_whole:
+        raise ApiError(400, "the form has no end", code="bad_form")
+    return form
+
+
+async def body_pieces(request: Request, seconds: float) -> AsyncIterator[bytes]:
+    """Yield the bytes of a request's body as they arrive.
+
+    Args:
+        request: the HTTP request, whose body is unread.
+        seconds: time limit, to which the time of the received bytes at MIN_RATE is added.
+
+    Raises:
+        ApiError: 408, the body is too slow.
+        ClientGone: the client disconnected.
+    """
+    received, began, is_more = 0, time.monotonic(), True
+    while is_more:
         limit = began + seconds + received / MIN_RATE - time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, limit)):
@@ -150,10 +170,7 @@ async def read_form(request: Request, upload: Upload, seconds: float) -> Form:
             raise ClientGone
         data: bytes = message.get("body", b"")
         received += len(data)
-        form.feed(data)
-        if not message.get("more_body", False):
-            break
-    request.scope["jaxserve.body"] = b""  # marks the body as read, so that the connection stays
-    if not form.is_whole:
-        raise ApiError(400, "the form has no end", code="bad_form")
-    return form
+        is_more = message.get("more_body", False)
+        if not is_more:
+            request.scope["jaxserve.body"] = b""  # marks the body as read: the connection stays
+        yield data

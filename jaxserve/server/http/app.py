@@ -28,12 +28,13 @@ from jaxserve.server.api import (
     responses,
     token_io,
     tokens,
+    weights,
 )
 from jaxserve.server.api.batch_service import BatchService, InnerClient
 from jaxserve.server.api.endpoint_request import Notices
 from jaxserve.server.api.streaming import error_response, json_response
 from jaxserve.server.http.early_refusals import EarlyRefusals
-from jaxserve.server.http.guard import FILES, Guard
+from jaxserve.server.http.guard import FILES, WEIGHTS, Guard
 from jaxserve.server.http.head_checks import HeadChecks
 from jaxserve.server.kept.batches import Batches
 from jaxserve.server.kept.conversation_store import ConversationStore
@@ -62,6 +63,12 @@ _ALIASES = {
     "/get_model_info": "/model_info",
     "/get_server_info": "/server_info",
 }
+
+# Paths whose bodies may have any Content-Type, or are empty.
+_BODILESS = frozenset(
+    "/ping /reset_prefix_cache /pause /resume /sleep /wake_up /init_weight_transfer_engine "
+    "/start_weight_update /finish_weight_update".split()
+)
 
 _ROUTES = (
     ("POST", "/v1/completions", completions.completions),
@@ -98,6 +105,17 @@ _ROUTES = (
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
     ("POST", "/reset_prefix_cache", info.reset_prefix_cache),
+    ("POST", "/pause", weights.pause),
+    ("POST", "/resume", weights.resume),
+    ("GET", "/is_paused", weights.is_paused),
+    ("POST", "/sleep", weights.sleep),
+    ("POST", "/wake_up", weights.wake_up),
+    ("GET", "/is_sleeping", weights.is_sleeping),
+    ("POST", "/init_weight_transfer_engine", weights.init_transfer),
+    ("POST", "/start_weight_update", weights.start_update),
+    ("POST", WEIGHTS, weights.update_weights),
+    ("POST", "/finish_weight_update", weights.finish_update),
+    ("GET", "/get_world_size", weights.world_size),
     ("POST", "/inference/v1/generate", token_io.generate),
     ("POST", "/v1/completions/render", token_io.render_completions),
     ("POST", "/v1/chat/completions/render", token_io.render_chat),
@@ -128,9 +146,8 @@ def routes() -> list[BaseRoute]:
 
 
 def _reads_no_body(path: str) -> bool:
-    bodiless = ("/ping", "/reset_prefix_cache")
     return (
-        path in bodiless
+        path in _BODILESS
         or path.endswith("/cancel")
         or any(route.matches(path) for route in unserved_routes())
     )

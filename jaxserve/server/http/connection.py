@@ -6,7 +6,7 @@ import asyncio
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from jaxserve.server.http.early_refusals import EarlyRefusals
-from jaxserve.server.http.guard import FILES, FORM_BYTES
+from jaxserve.server.http.guard import FILES, FORM_BYTES, WEIGHTS
 from jaxserve.server.http.head_checks import MAX_HEADER_BYTES
 from jaxserve.server.http.refused_clients import Refuser
 from jaxserve.server.schema.errors import ApiError, too_many_connections
@@ -34,13 +34,13 @@ class HttpParser(h11.Connection):
     """h11's HTTP/1 parser, which refuses bodies that are too large or come in tiny chunks.
 
     A request target in absolute form is replaced by its path, and its host becomes the Host header
-    (RFC 9112, 3.2.2). Uploads of files may have `max_form_bytes`, other bodies `max_body_bytes`.
+    (RFC 9112, 3.2.2). Bodies may have `max_body_bytes`, or by their path those of `uploads`.
     """
 
-    def __init__(self, max_body_bytes: int, max_form_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, uploads: Mapping[str, int]) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
         self._max_body_bytes = self._most_bytes = max_body_bytes
-        self._max_form_bytes = max_form_bytes
+        self._uploads = {path.encode(): most for path, most in uploads.items()}
         self._pieces = self._bytes = 0
 
     def next_event(self) -> Any:
@@ -61,8 +61,11 @@ class HttpParser(h11.Connection):
             if event.http_version not in (b"1.0", b"1.1"):
                 raise h11.RemoteProtocolError("this version of HTTP is not served")
             event = _with_path(event)
-            is_form = event.method == b"POST" and event.target.endswith(FILES.encode())
-            self._most_bytes = self._max_form_bytes if is_form else self._max_body_bytes
+            self._most_bytes = self._max_body_bytes
+            path = event.target.partition(b"?")[0]
+            for upload, most in self._uploads.items():
+                if event.method == b"POST" and path.endswith(upload):
+                    self._most_bytes = max(most, self._most_bytes)
         # Bytes of the current chunk that have not arrived, in a private field of h11.
         announced = getattr(self._reader, "_bytes_in_chunk", 0)
         if self._bytes + announced > self._most_bytes:
@@ -160,8 +163,12 @@ class Connection(H11Protocol):
         **named: Any,
     ) -> None:
         super().__init__(**named)
-        form = 0 if limits.files_dir is None else limits.max_file_bytes + FORM_BYTES
-        self.conn = HttpParser(limits.max_body_bytes, max(limits.max_body_bytes, form))
+        uploads: dict[str, int] = {}
+        if limits.files_dir is not None:
+            uploads[FILES] = limits.max_file_bytes + FORM_BYTES
+        if limits.enable_weight_updates:
+            uploads[WEIGHTS] = sys.maxsize  # its endpoint knows the size of the model
+        self.conn = HttpParser(limits.max_body_bytes, uploads)
         self._limits = limits
         self._crowd = crowd
         self._header_timer: asyncio.TimerHandle | None = None

@@ -26,8 +26,9 @@ _log = logging.getLogger(__name__)
 # A body up to this size is read before a refusal, so that the connection can stay open.
 SMALL_BODY_BYTES = 64 << 10
 LINGER_SECONDS = 0.5
-# The only path whose endpoint reads the body itself: a form with a file.
-FILES = "/v1/files"
+# The paths whose endpoints read the body themselves: a form with a file, and safetensors bytes.
+FILES, WEIGHTS = "/v1/files", "/update_weights"
+_BYTES = b"application/octet-stream"
 # Bytes for the other fields and the boundaries of the form.
 FORM_BYTES = 64 << 10
 
@@ -96,6 +97,8 @@ class Guard:
             body = b""
             if scope["method"] == "POST" and scope["path"] == FILES:
                 self._check_form(headers)
+            elif scope["method"] == "POST" and scope["path"] == WEIGHTS and _is_bytes(headers):
+                head_checks.check_media(headers, _BYTES)
             else:
                 if scope["method"] == "POST":
                     body = await self._take_body(scope, headers, receive)
@@ -166,6 +169,10 @@ class Guard:
             raise ApiError(
                 408, f"the body took longer than {seconds:g} s", code="body_timeout"
             ) from None
+
+
+def _is_bytes(headers: Mapping[bytes, bytes]) -> bool:
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == _BYTES
 
 
 def _leave_place(scope: Scope) -> None:

@@ -178,6 +178,7 @@ class MessagesResponse(msgspec.Struct, kw_only=True):
     type: str = "message"
     role: str = "assistant"
     context_management: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
 
 
 def as_chat(body: CountRequest) -> openai.ChatRequest:

@@ -76,6 +76,7 @@ class GenerateResponse(msgspec.Struct):
     created: int | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
 
 
 def rendered(request: Request, request_id: str, body: Sampling) -> GenerateRequest:

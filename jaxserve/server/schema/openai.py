@@ -289,6 +289,7 @@ class CompletionResponse(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: str = "text_completion"
     system_fingerprint: str | None = None
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
     service_tier: msgspec.UnsetType | None = msgspec.UNSET  # null in complete answers
     kv_transfer_params: msgspec.UnsetType | None = msgspec.UNSET
     metrics: PerRequestMetrics | msgspec.UnsetType | None = msgspec.UNSET
@@ -329,6 +330,7 @@ class ChatResponse(msgspec.Struct):
     usage: Usage
     object: str = "chat.completion"
     system_fingerprint: str | None = None
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
     service_tier: None = None
     prompt_token_ids: list[int] | None = None
     prompt_text: str | None = None
@@ -369,6 +371,7 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: str = "chat.completion.chunk"
     system_fingerprint: str | None = None
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType | None = msgspec.UNSET
     metrics: PerRequestMetrics | msgspec.UnsetType | None = msgspec.UNSET

@@ -181,6 +181,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
     user: str | None = None
     input_messages: list[RawMessage] | None = None
     output_messages: list[RawMessage] | None = None
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class InputItems(msgspec.Struct):

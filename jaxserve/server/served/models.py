@@ -20,6 +20,7 @@ from jaxserve.server.schema.sampling import NO_BOUND
 from jaxserve.server.served import chat_template
 from jaxserve.server.served.admission import Admission, make_admission
 from jaxserve.server.served.request_metrics import RequestMetrics
+from jaxserve.server.served.weight_update import WeightUpdate
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tool_calls import histories
 from jaxserve.server.tool_calls.dialect import Dialect
@@ -71,6 +72,7 @@ class ServedModel:
         self.config = config
         self._secret = secret
         self.limits = llm.limits
+        self.weight_update = WeightUpdate(llm)
         self.request_metrics = RequestMetrics(llm.limits.max_model_len)
         self.active: set[Any] = set()
         self.default_sampling = llm.get_default_sampling_params()
