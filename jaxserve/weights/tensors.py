@@ -44,8 +44,12 @@ class StoredTensors:
         return self.split.table
 
 
-def open_tensors(source: str | Path | GgufFile, config: ModelConfig) -> StoredTensors:
+def open_tensors(source: str | Path | GgufFile | Checkpoint, config: ModelConfig) -> StoredTensors:
     """Return the tensors of a checkpoint, checked by their headers against the configuration.
+
+    Args:
+        source: a folder, a GGUF file, or tensors under the names of a checkpoint's files.
+        config: configuration that the tensors must match.
 
     Raises:
         CheckpointError: files are missing, malformed or unsafe, or hold other tensors than `config`
@@ -73,7 +77,7 @@ def _is_of_head(name: str) -> bool:
     return name.endswith(".self_attn.k_b_proj.0.weight")
 
 
-def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
+def _open(source: str | Path | GgufFile | Checkpoint, config: ModelConfig) -> Checkpoint:
     """Return the checkpoint with its tensors under the names of the model's table.
 
     Tensors that the checkpoint's index does not list, and parts of a multimodal model other than
@@ -81,7 +85,7 @@ def _open(source: str | Path | GgufFile, config: ModelConfig) -> Checkpoint:
     """
     if isinstance(source, GgufFile):
         return named_tensors(source, config)
-    opened = open_checkpoint(source)
+    opened = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     if opened.ignored:
         _log.warning(
             "%s: %d tensor(s) or files beside those of %s are ignored: %s",
