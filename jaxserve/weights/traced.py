@@ -30,6 +30,7 @@ from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.fused_parameters import by_path
 from jaxserve.weights.layouts import PLACED, number_panels, panel_axes
 from jaxserve.weights.model_weights import filled, parameters_of
+from jaxserve.weights.placement import Parameters
 from jaxserve.weights.safetensors import DTYPES, FLOATS, Shard, TensorEntry
 from jaxserve.weights.tensors import open_tensors
 from pallas_kernels.cpu.panels import panels_of, weight_of
@@ -62,20 +63,39 @@ def leaves_of(
         CheckpointError, UnsupportedModel: see `values_of`.
     """
     model = abstract_model(config, dtype)
-    values = values_of(params, config, dtype, model)
-    if panels:
-        values = {
-            path: in_panels(values[path], parameter.get_metadata()["axes"])
-            for path, parameter in parameters_of(model).items()
-        }
-    return jax.tree.leaves(nnx.split(filled(model, values))[1])
+    values = values_of(params, config, parameters_of(model))
+    model = filled(model, _in_panels(values, model) if panels else values)
+    return jax.tree.leaves(nnx.split(model)[1])
+
+
+def model_of(
+    params: Params | nnx.State, config: ModelConfig, dtype: DTypeLike, later_panels: bool
+) -> Decoder:
+    """Return a model that can be differentiated by `params`.
+
+    Args:
+        params, config, dtype: as in `leaves_of`.
+        later_panels: whether products are those of weights in panels, as in an engine on a CPU.
+
+    Raises:
+        CheckpointError, UnsupportedModel: see `values_of`.
+    """
+    model = abstract_model(config, dtype)
+    values = values_of(params, config, parameters_of(model))
+    return filled(model, _in_panels(values, model, later=True) if later_panels else values)
+
+
+def _in_panels(
+    values: Mapping[str, jax.Array], model: Decoder, later: bool = False
+) -> dict[str, Any]:
+    return {
+        path: in_panels(values[path], parameter.get_metadata()["axes"], later)
+        for path, parameter in parameters_of(model).items()
+    }
 
 
 def values_of(
-    params: Params | nnx.State,
-    config: ModelConfig,
-    dtype: DTypeLike,
-    model: Decoder | None = None,
+    params: Params | nnx.State, config: ModelConfig, parameters: Parameters
 ) -> dict[str, jax.Array]:
     """Return the parameters of a model as plain arrays, by path, such as "layers.0.mlp.down".
 
@@ -83,15 +103,12 @@ def values_of(
         params: arrays by the names of a checkpoint's files, in any float dtype, or `nnx.state` of a
             `Decoder` without quantized parameters. Experts may be stacked, or one array for each.
         config: configuration that the arrays must match, for one device.
-        dtype: dtype of the parameters.
-        model: the result of `abstract_model` for `config` and `dtype`, if the caller has it.
+        parameters: the parameters of the abstract model, by path, with the dtypes of the results.
 
     Raises:
         CheckpointError: arrays are missing, unexpected, of a wrong shape or of no float dtype.
         UnsupportedModel: a parameter is quantized.
     """
-    model = abstract_model(config, dtype) if model is None else model
-    parameters = parameters_of(model)
     if isinstance(params, nnx.State):
         return _of_state(params, parameters)
     stored = open_tensors(Checkpoint(_WHERE.path, _entries(params)), config)
@@ -102,18 +119,17 @@ def values_of(
     values: dict[str, jax.Array] = {}
     for path, parts in by_path(stored.table).items():
         parameter = parameters[path]
-        pieces = [
-            (
-                _box(part.index, parameter.shape),
-                part.arrange(tensors[part.name], stored.dims).astype(parameter.dtype),
-            )
-            for part in parts
-        ]
-        values[path] = _joined([(box, _shaped(array, box)) for box, array in pieces])
+        pieces: list[_Piece] = []
+        for part in parts:
+            array: Any = tensors[part.name]
+            array = part.arrange(array, stored.dims).astype(parameter.dtype)
+            box = _box(part.index, parameter.shape)
+            pieces.append((box, array.reshape([size for _, size in box])))
+        values[path] = _joined(pieces)
     return values
 
 
-def in_panels(value: jax.Array, axes: Any) -> Any:
+def in_panels(value: jax.Array, axes: Any, later: bool = False) -> Any:
     """Return a parameter in panels for CPU products, or itself if its axes have no panels.
 
     This is `layouts.laid_out` for arrays that JAX may trace.
@@ -121,9 +137,11 @@ def in_panels(value: jax.Array, axes: Any) -> Any:
     Args:
         value: a plain parameter.
         axes: logical axes of the parameter.
+        later: let each product put the parameter in panels, so that it can be differentiated. An
+            embedding table is not changed.
     """
     axes_of_panel = panel_axes(axes, np.dtype(value.dtype))
-    if axes_of_panel is None:
+    if axes_of_panel is None or (later and axes == ("vocab", "embed")):
         return value
     weight = number_panels(tuple(value.shape), np.dtype(value.dtype), axes_of_panel)
     inputs, outputs = axes_of_panel
@@ -131,12 +149,12 @@ def in_panels(value: jax.Array, axes: Any) -> Any:
     matrices = value.transpose(order)
     leading = matrices.shape[: value.ndim - len(inputs) - len(outputs)]
     matrices = matrices.reshape(*leading, weight.inputs, prod(weight.outputs))
+    if later:
+        return replace(weight, values=matrices, layout="later_panels")
     return replace(weight, values=panels_of(matrices))
 
 
-def _of_state(
-    state: nnx.State, parameters: Mapping[str, nnx.Param[jax.Array]]
-) -> dict[str, jax.Array]:
+def _of_state(state: nnx.State, parameters: Parameters) -> dict[str, jax.Array]:
     """Return the parameters in the state of a `Decoder`, by path, as plain arrays.
 
     Raises:
@@ -194,7 +212,7 @@ def _entries(params: Params) -> dict[str, TensorEntry]:
 
 
 def _replicated(array: Any) -> jax.Array:
-    """Return an array whose dimensions no explicit mesh axis divides, so that it can be reshaped."""
+    """Return an array that no explicit mesh axis divides, so that it can be reshaped."""
     array = jnp.asarray(array)
     sharding = jax.typeof(array).sharding
     if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
@@ -218,10 +236,6 @@ def _box(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         else:
             box.append((entry % size, 1))
     return tuple(box)
-
-
-def _shaped(array: jax.Array, box: tuple[tuple[int, int], ...]) -> jax.Array:
-    return array.reshape([size for _, size in box])
 
 
 def _joined(pieces: Sequence[_Piece], axis: int = 0) -> jax.Array:

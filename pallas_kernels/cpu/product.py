@@ -290,4 +290,4 @@ def run(
     if in_pairs(kernel.weights) and x.shape[1] % 2:
         x = jnp.pad(x, ((0, 0), (0, 1)))
     shape = jax.ShapeDtypeStruct((x.shape[0], panels.shape[1] * PANEL), kernel.dtype)
-    return jax.ffi.ffi_call(name, shape)(x, panels, counts)
+    return jax.ffi.ffi_call(name, shape, vmap_method="sequential")(x, panels, counts)

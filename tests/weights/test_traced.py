@@ -88,8 +88,8 @@ def test_other_arrays_are_refused_by_name(single: Path, tensors: dict[str, np.nd
     with pytest.raises(UnsupportedModel, match=r"layers\.0\.attention\.out is quantized \(int8\)"):
         leaves_of(nnx.state(quantized), config, np.float32, panels=False)
     shorter = parse_model_config(RAW | {"num_hidden_layers": 1})
+    state = nnx.state(load_weights(single, config, np.float32))
     with pytest.raises(CheckpointError, match=r"layers\.1\."):
-        state = nnx.state(load_weights(single, config, np.float32))
         leaves_of(state, shorter, np.float32, panels=False)
 
 
@@ -105,8 +105,11 @@ mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Explicit,))
 tensors, config = load_file(f"{sys.argv[1]}/model.safetensors"), read_model_config(sys.argv[1])
 expected = leaves_of(tensors, config, np.float32, True)
 with jax.set_mesh(mesh):
-    places = {n: NamedSharding(mesh, P(*("tp",) * (x.shape[0] % 2 == 0))) for n, x in tensors.items()}
-    params = {name: jax.device_put(tensors[name], places[name]) for name in tensors}
+    divided, whole = (NamedSharding(mesh, P(*axes)) for axes in (("tp",), ()))
+    params = {
+        name: jax.device_put(array, whole if array.shape[0] % 2 else divided)
+        for name, array in tensors.items()
+    }
     found = jax.jit(lambda params: leaves_of(params, config, np.float32, True))(params)
 assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
 print("equal", len(found))
