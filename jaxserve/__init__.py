@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         RequestOutput,
         RequestStateStats,
     )
+    from jaxserve.pure import hidden_states, logits, logprobs
     from jaxserve.request import BeamSearchParams, FinishReason, SamplingParams
     from jaxserve.settings.config import EngineConfig
     from jaxserve.structured import StructuredOutputsParams
@@ -61,6 +62,9 @@ _HOMES = {
     "Overloaded": "jaxserve.errors",
     "EngineClosed": "jaxserve.errors",
     "EngineDead": "jaxserve.errors",
+    "logprobs": "jaxserve.pure",
+    "logits": "jaxserve.pure",
+    "hidden_states": "jaxserve.pure",
 }
 
 __all__ = [
@@ -86,6 +90,9 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "UnsupportedModel",
+    "hidden_states",
+    "logits",
+    "logprobs",
 ]
 
 
