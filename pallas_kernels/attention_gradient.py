@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arguments import AttentionArrays, AttentionOptions
+from pallas_kernels.gradients import varying_as
 
 BLOCK = 128  # most queries of a block, and most keys
 LOWEST = -1e30
@@ -88,6 +89,7 @@ def attention_gradient(
         jnp.zeros(v_pages.shape, exact),
         jnp.zeros(queries[0].shape[:2], exact),
     )
+    start = tuple(varying_as(zeros, arrays, out, g, options.sinks) for zeros in start)
     dq, dk_pages, dv_pages, dsinks = lax.fori_loop(0, table.shape[0], body, start)
     dq = dq[:, :, :T].transpose(2, 0, 1, 3).reshape(q.shape).astype(q.dtype)
     sinks = options.sinks
@@ -141,6 +143,7 @@ def _row_gradient(
         top, total = jnp.full(shape, LOWEST, q.dtype), jnp.zeros(shape, q.dtype)
         if sinks is not None:
             top, total = jnp.broadcast_to(sinks[..., None], shape), jnp.ones(shape, q.dtype)
+        top, total = varying_as(top, q, row.k), varying_as(total, q, row.k, sinks)
         top, total = lax.fori_loop(*bounds, totals_body, (top, total))
         sum_log = top + jnp.log(jnp.where(total == 0, 1, total))
         if sinks is not None:
@@ -164,7 +167,7 @@ def _row_gradient(
             dk = _added_at(dk, jnp.einsum("kqc,kqh->kch", change, flat[0]), key * block)
             return dq, dk, _added_at(dv, jnp.einsum("kqc,kqh->kch", mixed, flat[1]), key * block)
 
-        none = jnp.zeros_like(flat[0])
+        none = varying_as(jnp.zeros_like(flat[0]), dq)
         own_dq, dk, dv = lax.fori_loop(*bounds, keys_body, (none, dk, dv))
         dq = lax.dynamic_update_slice_in_dim(dq, own_dq.reshape(q.shape), first, 2)
         return dq, dk, dv, dsinks
@@ -175,6 +178,7 @@ def _row_gradient(
         jnp.zeros_like(row.v),
         jnp.zeros((K, G), row.q.dtype),
     )
+    start = tuple(varying_as(zeros, row, sinks) for zeros in start)
     return lax.fori_loop(0, -(-row.length // block), queries_body, start)
 
 

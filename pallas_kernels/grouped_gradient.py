@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gradients import varying_as
 from pallas_kernels.xla_grouped_matmul import row_tiles
 
 TILE = 128  # rows
@@ -52,5 +53,6 @@ def grouped_gradient(
         return dx, lax.dynamic_update_slice(dw, before + change[None], (number, zero, zero))
 
     empty = jnp.zeros((rows + TILE, inputs), exact), jnp.zeros(w.shape, exact)
+    empty = tuple(varying_as(zeros, x, w, group_sizes, g) for zeros in empty)
     dx, dw = lax.fori_loop(0, count, body, empty)
     return dx[:rows].astype(x.dtype), dw.astype(w.dtype)

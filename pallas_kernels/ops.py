@@ -26,7 +26,7 @@ from pallas_kernels.arguments import (
 )
 from pallas_kernels.attention_gradient import attention_gradient
 from pallas_kernels.devices import target_device
-from pallas_kernels.gradients import differentiable
+from pallas_kernels.gradients import differentiable, varying
 from pallas_kernels.grouped_gradient import grouped_gradient
 from pallas_kernels.implementation import AnyCase, choose, deferred, kernel, limit
 from pallas_kernels.qkv_arguments import QkvOptions, check_qkv, qkv_case
@@ -96,7 +96,7 @@ def ragged_paged_attention(
     """
     arrays = AttentionArrays.of(q, k_pages, v_pages, page_table, query_start, kv_len)
     case = attention_case("ragged", arrays, options)
-    run = jax.custom_vjp(_chosen(implementation, case))
+    run = jax.custom_vjp(varying(_chosen(implementation, case)))
     run.defvjp(partial(_attention_forward, run), _attention_backward)
     return run(arrays, options)
 
@@ -307,7 +307,7 @@ def grouped_matmul(
     """
     x, w, group_sizes = map(jnp.asarray, (x, w, group_sizes))
     case = grouped_case(target_device(), x, w, group_sizes)
-    run = jax.custom_vjp(_chosen(implementation, case))
+    run = jax.custom_vjp(varying(_chosen(implementation, case)))
     run.defvjp(lambda *operands: (run(*operands), operands), _grouped_backward)
     return run(x, w, group_sizes)
 

@@ -24,6 +24,7 @@ from jaxserve.pure.scores import Processing, Scorer
 from jaxserve.request import SamplingParams
 from jaxserve.weights.traced import model_of
 from pallas_kernels.devices import target_device
+from pallas_kernels.gradients import varying_as
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -138,7 +139,7 @@ def _logprobs(
     dtype: np.dtype,
     processing: Processing | None,
 ) -> Float[Array, "B L_minus_1"]:
-    model = _model(params, config, dtype)
+    model = _model(params, tokens, config, dtype)
     hidden = over_rows(model, tokens)[:, :-1]
     is_real = jnp.arange(1, tokens.shape[1]) < lengths[:, None]
     targets = jnp.where(is_real, tokens[:, 1:], -1).reshape(-1)
@@ -156,7 +157,7 @@ def _logits(
     config: ModelConfig,
     dtype: np.dtype,
 ) -> Float[Array, "B L V"]:
-    model = _model(params, config, dtype)
+    model = _model(params, tokens, config, dtype)
     hidden = over_rows(model, tokens)
     found = model.logits(hidden.reshape(-1, hidden.shape[-1])).reshape(*tokens.shape, -1)
     return jnp.where(_is_real(tokens, lengths), found, 0)
@@ -171,7 +172,7 @@ def _hidden_states(
     dtype: np.dtype,
     layers: tuple[int, ...],
 ) -> Float[Array, "layers B L D"]:
-    model = _model(params, config, dtype)
+    model = _model(params, tokens, config, dtype)
     seen: list[Residual] = []
     hidden = over_rows(model, tokens, seen.append)
     streams = [
@@ -187,8 +188,10 @@ def _is_real(tokens: Array, lengths: Array) -> Array:
     return (jnp.arange(tokens.shape[1]) < lengths[:, None])[..., None]
 
 
-def _model(params: Params, config: ModelConfig, dtype: np.dtype) -> Decoder:
+def _model(params: Params, tokens: Array, config: ModelConfig, dtype: np.dtype) -> Decoder:
     params = without_gradient(params, config, UnsupportedModel)
+    # In `jax.shard_map` over rows, derivatives are then summed over the devices.
+    params = jax.tree.map(lambda leaf: varying_as(leaf, tokens), params)
     return model_of(params, config, dtype, later_panels=not target_device().is_gpu)
 
 

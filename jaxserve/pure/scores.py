@@ -19,6 +19,7 @@ from jaxserve.models.linear import accumulator, matmul
 from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.request import SamplingParams
 from pallas_kernels import DrawSettings
+from pallas_kernels.gradients import varying_as
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -107,7 +108,8 @@ class Scorer:
                 found = logprobs_of(logits, jnp.maximum(wanted, 0)).logprob
                 return jnp.where(wanted >= 0, found, 0)
 
-            return cond(jnp.any(wanted >= 0), scored, lambda: jnp.zeros(BLOCK, exact))
+            none = varying_as(jnp.zeros(BLOCK, exact), here, wanted, laid_out)
+            return cond(jnp.any(wanted >= 0), scored, lambda: none)
 
         return lax.map(block, _blocks(hidden, targets, BLOCK)).reshape(-1)[: len(targets)]
 
@@ -137,7 +139,8 @@ class Scorer:
 
         size = min(BACKWARD_BLOCK, -(-len(targets) // BLOCK) * BLOCK)
         operands = *_blocks(hidden, targets, size), _in_blocks(g, size)
-        total, by_hidden = lax.scan(block, jnp.zeros_like(wide), operands)
+        zeros = varying_as(jnp.zeros_like(wide), wide, operands)
+        total, by_hidden = lax.scan(block, zeros, operands)
         by_hidden = by_hidden.reshape(-1, hidden.shape[1])[: len(hidden)]
         total = total.astype(weight.dtype)
         if isinstance(project, PlacedWeight):

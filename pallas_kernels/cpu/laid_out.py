@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.cpu.panels import panels_of
 from pallas_kernels.cpu.product import panel_product
+from pallas_kernels.gradients import varying_as
 from pallas_kernels.grouped_gradient import grouped_gradient
 
 
@@ -35,7 +36,7 @@ def laid_out_product(
 
 def _forward(x: jax.Array, w: jax.Array, num_rows: jax.Array | None) -> jax.Array:
     y = panel_product(x, panels_of(w), w.dtype.name, num_rows)
-    return y[:, : w.shape[-1]]
+    return varying_as(y[:, : w.shape[-1]], x, w, num_rows)
 
 
 def _backward(operands: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
