@@ -171,7 +171,7 @@ class Oracle:
         return routed + shared
 
     def _experts(self, x: Array, layer: dict[str, Array], stream: Array | None = None) -> Array:
-        """Apply the experts of Qwen3, DeepSeek-V3 or Gemma 4, one token and one expert at a time.
+        """Apply the experts of Qwen3, DeepSeek-V3 or Gemma 4, all experts one by one.
 
         `stream` is the input of a router with a norm of its own.
         """
@@ -191,23 +191,21 @@ class Oracle:
             shares = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
             ranks = shares + layer.get("mlp.correction", 0)
         inputs = x @ layer["mlp.before"] if "mlp.before" in layer else x
-        rows = list[Array]()
-        for token, share in enumerate(shares):
-            mixed = np.zeros_like(inputs[0])
-            chosen = np.argsort(-ranks[token])[: experts.chosen]
-            total = share[chosen].sum() if experts.normalize else 1.0
-            if experts.normalize and self._traits.router == "sigmoid":
-                total += experts.sum_eps
-            for one in chosen:
-                row = inputs[token : token + 1]
-                if "mlp.up" in layer:
-                    y = np.maximum(row @ layer["mlp.up"][one], 0) ** 2 @ layer["mlp.down"][one]
-                else:
-                    matrices = layer["mlp.gate_up"][one], layer["mlp.down"][one]
-                    y = _gated(row, *matrices, soft=self._traits.activation == "gelu_tanh")
-                mixed = mixed + experts.scaling * factors[one] * share[one] / total * y[0]
-            rows.append(mixed)
-        mixed = np.stack(rows)
+        chosen = np.argsort(-ranks, axis=-1)[:, : experts.chosen]
+        is_chosen = (chosen[:, :, None] == np.arange(experts.count)).any(axis=1)
+        shares = np.where(is_chosen, shares, 0)
+        total = shares.sum(axis=-1, keepdims=True) if experts.normalize else 1.0
+        if experts.normalize and self._traits.router == "sigmoid":
+            total = total + experts.sum_eps
+        weights = experts.scaling * factors * shares / total
+        mixed = np.zeros_like(inputs)
+        for one in range(experts.count):
+            if "mlp.up" in layer:
+                y = np.maximum(inputs @ layer["mlp.up"][one], 0) ** 2 @ layer["mlp.down"][one]
+            else:
+                matrices = layer["mlp.gate_up"][one], layer["mlp.down"][one]
+                y = _gated(inputs, *matrices, soft=self._traits.activation == "gelu_tanh")
+            mixed = mixed + weights[:, one, None] * y
         return mixed @ layer["mlp.after"] if "mlp.after" in layer else mixed
 
     def _norm(
