@@ -28,7 +28,7 @@ class AttentionGradient(NamedTuple):
     sinks: jax.Array | None
 
 
-class _Row(NamedTuple):
+class _RowArrays(NamedTuple):
     """The operands of a row, with K kv heads, G query heads for each, and head dim H.
 
     Attributes:
@@ -76,7 +76,7 @@ def attention_gradient(
             lax.dynamic_slice_in_dim(array, start, length, 2) for array in queries
         )
         k, v = (_of_row(pages, table[row], length, exact) for pages in (k_pages, v_pages))
-        one = _Row(own_q * scale, own_g, own_out, k, v, arrays.kv_len[row])
+        one = _RowArrays(own_q * scale, own_g, own_out, k, v, arrays.kv_len[row])
         own_dq, dk, dv, own_sinks = _row_gradient(one, options, block)
         # Tokens past the end of the row are zeros, and the next row overwrites them.
         dq = lax.dynamic_update_slice(dq, own_dq * scale, (zero, zero, start, zero))
@@ -99,7 +99,7 @@ def attention_gradient(
 
 
 def _row_gradient(
-    row: _Row, options: AttentionOptions, block: int
+    row: _RowArrays, options: AttentionOptions, block: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return the derivatives by a row's scaled queries, its keys, its values, and the sinks.
 
@@ -191,7 +191,7 @@ def _by_head(array: jax.Array, kv_heads: int, beyond: int) -> jax.Array:
 
 def _of_row(pages: jax.Array, own: jax.Array, length: int, dtype: jnp.dtype) -> jax.Array:
     """Return the keys or values of a row's pages `own`, [K,C,H], in the order of positions."""
-    _, K, S, H = pages.shape
+    _, K, _, H = pages.shape
     rows = pages.at[own].get(mode="clip").transpose(1, 0, 2, 3).reshape(K, -1, H)
     rows = rows[:, :length].astype(dtype)
     return jnp.pad(rows, ((0, 0), (0, length - rows.shape[1]), (0, 0)))

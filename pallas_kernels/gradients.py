@@ -45,9 +45,7 @@ def varying(run: Callable[..., Any]) -> Callable[..., Any]:
     return typed
 
 
-def differentiable(
-    run: Callable[..., Any], plain: Callable[..., Any], *operands: Any
-) -> Any:
+def differentiable(run: Callable[..., Any], plain: Callable[..., Any], *operands: Any) -> Any:
     """Return run(*operands), with the derivatives of `plain`.
 
     The backward pass computes `plain` again from the operands, so it stores no other arrays.

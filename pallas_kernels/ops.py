@@ -46,7 +46,7 @@ NO_QKV_OPTIONS = QkvOptions()
 # Only on CPU: products with weights in panels, and functions that store and restore the machine
 # code of kernels.
 panel_product = deferred("pallas_kernels.cpu.product", "panel_product")
-laid_out_product = deferred("pallas_kernels.cpu.laid_out", "laid_out_product")
+laid_out_product = deferred("pallas_kernels.cpu.product", "laid_out_product")
 block_product = deferred("pallas_kernels.cpu.block_product", "block_product")
 quantized_panel_product = deferred(
     "pallas_kernels.cpu.quantized_product", "quantized_panel_product"
@@ -115,8 +115,8 @@ def _attention_backward(operands: Any, g: jax.Array) -> tuple[AttentionArrays, A
     if options.k_scale is not None:
         raise NotImplementedError("attention over pages with scales has no derivatives")
     found = attention_gradient(arrays, options, out, g)
-    none = AttentionArrays(*[None] * len(arrays))
-    by_arrays = none._replace(q=found.q, k_pages=found.k_pages, v_pages=found.v_pages)
+    none: Any = None
+    by_arrays = AttentionArrays(found.q, found.k_pages, found.v_pages, none, none, none)
     return by_arrays, dataclasses.replace(options, sinks=found.sinks, arrivals=None)
 
 
@@ -315,7 +315,8 @@ def grouped_matmul(
 
 
 def _grouped_backward(operands: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    return *grouped_gradient(*operands, g), None
+    x, w, group_sizes = operands
+    return *grouped_gradient(x, w, group_sizes, g), None
 
 
 def add_norm(

@@ -253,7 +253,7 @@ class Decoder(nnx.Module):
         step: PagedStep,
         kept: Sequence[Kept],
         groups: LayersPages | None = None,
-        on_layer: Callable[[Residual], None] | None = None,
+        on_layer: Callable[[Residual], None] = lambda _: None,
     ) -> tuple[list[Kept], UInt32[Array, "*places"] | None, Float[Array, "T D"]]:
         """Return each layer's pages and states after the step, counts of rows, and hidden states.
 
@@ -284,8 +284,7 @@ class Decoder(nnx.Module):
         after: list[Kept] = []
         counts: list[UInt32[Array, "*places"]] = []
         residual = Residual(x)
-        if on_layer is not None:
-            on_layer(residual)
+        on_layer(residual)
         for index, (layer, arrays) in enumerate(zip(self.layers, kept, strict=True)):
             with jax.named_scope(f"layer_{index}"):
                 layer_step = (
@@ -303,8 +302,7 @@ class Decoder(nnx.Module):
                     groups.put(index, arrays.pages)
             after.append(arrays)
             counts += jax.tree.leaves(rows)
-            if on_layer is not None:
-                on_layer(residual)
+            on_layer(residual)
         hidden = residual.normed(self.norm, self.norm.options, step.others)[1]
         if places is not None:
             return after, jnp.stack(counts), hidden

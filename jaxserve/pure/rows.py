@@ -94,7 +94,7 @@ def rows_step(rows: int, length: int, has_states: bool) -> PagedStep:
 def over_rows(
     model: Decoder,
     tokens: Int32[Array, "B L"],
-    on_layer: Callable[[Residual], None] | None = None,
+    on_layer: Callable[[Residual], None] = lambda _: None,
 ) -> Float[Array, "B L D"]:
     """Return the hidden states after the final norm of all tokens of whole rows, [B, L, D].
 

@@ -113,9 +113,7 @@ class Scorer:
 
         return lax.map(block, _blocks(hidden, targets, BLOCK)).reshape(-1)[: len(targets)]
 
-    def _backward(
-        self, project: Any, hidden: Array, targets: Array, g: Array
-    ) -> tuple[Any, Array]:
+    def _backward(self, project: Any, hidden: Array, targets: Array, g: Array) -> tuple[Any, Array]:
         """Return the derivatives by the projection and by the hidden states.
 
         The logits of a block are computed again, so they are never in memory as a whole.

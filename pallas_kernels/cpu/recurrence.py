@@ -267,9 +267,9 @@ def recurrence(
         jax.ShapeDtypeStruct(shape, mixed.dtype),
         jax.ShapeDtypeStruct(states.shape, states.dtype),
     ]
-    y, states = jax.ffi.ffi_call(registered(kernel), results, input_output_aliases={2: 1}, vmap_method="sequential")(
-        mixed, gates, states, constants, *rows[:ROWS]
-    )
+    y, states = jax.ffi.ffi_call(
+        registered(kernel), results, input_output_aliases={2: 1}, vmap_method="sequential"
+    )(mixed, gates, states, constants, *rows[:ROWS])
     return y, states
 
 

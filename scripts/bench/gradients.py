@@ -3,8 +3,8 @@
     python -m scripts.bench.gradients --json scripts/results/bench_gradients.json
     python -m scripts.bench.gradients --shape small --rows 2 --length 64 --pairs 1
 
-Both compute the mean log-probability of the tokens of some rows, and its derivatives by all weights,
-in float32 on the same cores: `jax.value_and_grad` of `jaxserve.logprobs`, and `backward` of a model
+Both compute the mean log-probability of the tokens of some rows, and its derivatives by all
+weights, in float32 on the same cores: `jax.value_and_grad` of `jaxserve.logprobs`, and `backward` of a model
 of Transformers. Each run is a process of its own, which computes once to warm up and then `--steps`
 times. Its time is the fastest step, and its memory the highest resident set size. Runs alternate,
 and the ratio of a pair is that of two runs one after the other.

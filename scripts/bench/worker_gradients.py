@@ -62,8 +62,9 @@ def in_torch(folder: Path, tokens: np.ndarray) -> Step:
         scores = model(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
         value = scores.gather(-1, ids[:, 1:, None]).mean()
         value.backward()
-        squares = sum(float(p.grad.square().sum()) for p in model.parameters())
-        return float(value), squares**0.5
+        gradients = [parameter.grad for parameter in model.parameters()]
+        squares = sum(float(g.square().sum()) for g in gradients if g is not None)
+        return float(value.detach()), squares**0.5
 
     return step
 

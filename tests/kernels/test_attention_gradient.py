@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -61,11 +63,14 @@ def test_derivatives(window: int | None, soft_cap: float | None, has_sinks: bool
             padded = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
             places = [jnp.asarray(array, jnp.int32) for array in (table, starts, LENGTHS)]
             described = AttentionOptions(window=window, soft_cap=soft_cap, sinks=sinks)
-            return (ragged_paged_attention(padded, *pages, *places, described)[:tokens] * weights).sum()
+            arrays = [padded, *pages, *places]
+            found: Any = partial(ragged_paged_attention, *arrays)(described)
+            return (found[:tokens] * weights).sum()
 
         def plain(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
-            bounds = list(zip(starts[:-1], starts[1:], strict=True))
-            found = [dense(*(x[a:b] for x in (q, k, v)), sinks, options) for a, b in bounds]
+            found = [
+                dense(q[a:b], k[a:b], v[a:b], sinks, options) for a, b in pairwise(starts.tolist())
+            ]
             return (jnp.concatenate(found) * weights).sum()
 
         numbers = (0, 1, 2, 3) if has_sinks else (0, 1, 2)

@@ -51,9 +51,7 @@ def test_a_rollout_has_the_same_bits(tmp_path: Path, case: str, dtype: str, rows
     """Prompts of several lengths in chunks, decodes in batches of changing size, all tokens."""
     params = write(case, dtype, tmp_path)
     generator = np.random.default_rng(rows)
-    prompts = [
-        generator.integers(3, 96, generator.integers(2, 30)).tolist() for _ in range(rows)
-    ]
+    prompts = [generator.integers(3, 96, generator.integers(2, 30)).tolist() for _ in range(rows)]
     settings = SamplingParams(max_tokens=NEW, logprobs=0, seed=1, ignore_eos=True)
     with LLM(
         tmp_path,
@@ -83,5 +81,7 @@ def test_a_rollout_has_the_same_bits(tmp_path: Path, case: str, dtype: str, rows
             entry[token].logprob
             for token, entry in zip(output.token_ids, output.logprobs, strict=True)
         ]
-        np.testing.assert_array_equal(found[row, len(prompt) - 1 :][:NEW], np.float32(drawn))
+        np.testing.assert_array_equal(
+            found[row, len(prompt) - 1 :][:NEW], np.array(drawn, np.float32)
+        )
         assert not found[row, lengths[row] - 1 :].any()
