@@ -91,7 +91,7 @@ class Scorer:
         function = jax.custom_vjp(self._forward)
         function.defvjp(
             lambda *operands: (self._forward(*operands), operands),
-            lambda operands, g: (*self._backward(*operands, g), None),
+            lambda operands, g: (*self._backward(operands, g), None),
         )
         return function(project, hidden, targets)
 
@@ -113,11 +113,12 @@ class Scorer:
 
         return lax.map(block, _blocks(hidden, targets, BLOCK)).reshape(-1)[: len(targets)]
 
-    def _backward(self, project: Any, hidden: Array, targets: Array, g: Array) -> tuple[Any, Array]:
+    def _backward(self, operands: tuple[Any, Array, Array], g: Array) -> tuple[Any, Array]:
         """Return the derivatives by the projection and by the hidden states.
 
         The logits of a block are computed again, so they are never in memory as a whole.
         """
+        project, hidden, targets = operands
         exact = accumulator(hidden.dtype)
         weight = project.values if isinstance(project, PlacedWeight) else project
         wide = weight.astype(exact)
@@ -136,9 +137,9 @@ class Scorer:
             return total + by_weight, by_hidden
 
         size = min(BACKWARD_BLOCK, -(-len(targets) // BLOCK) * BLOCK)
-        operands = *_blocks(hidden, targets, size), _in_blocks(g, size)
-        zeros = varying_as(jnp.zeros_like(wide), wide, operands)
-        total, by_hidden = lax.scan(block, zeros, operands)
+        blocks = *_blocks(hidden, targets, size), _in_blocks(g, size)
+        zeros = varying_as(jnp.zeros_like(wide), wide, blocks)
+        total, by_hidden = lax.scan(block, zeros, blocks)
         by_hidden = by_hidden.reshape(-1, hidden.shape[1])[: len(hidden)]
         total = total.astype(weight.dtype)
         if isinstance(project, PlacedWeight):

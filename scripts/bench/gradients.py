@@ -4,10 +4,10 @@
     python -m scripts.bench.gradients --shape small --rows 2 --length 64 --pairs 1
 
 Both compute the mean log-probability of the tokens of some rows, and its derivatives by all
-weights, in float32 on the same cores: `jax.value_and_grad` of `jaxserve.logprobs`, and `backward` of a model
-of Transformers. Each run is a process of its own, which computes once to warm up and then `--steps`
-times. Its time is the fastest step, and its memory the highest resident set size. Runs alternate,
-and the ratio of a pair is that of two runs one after the other.
+weights, in float32 on the same cores: `jax.value_and_grad` of `jaxserve.logprobs`, and `backward`
+of a model of Transformers. Each run is a process of its own, which computes once to warm up and
+then `--steps` times. Its time is the fastest step, and its memory the highest resident set size.
+Runs alternate, and the ratio of a pair is that of two runs one after the other.
 
 The values and the norms of the derivatives must agree. Gates: 1.2 in time and in memory, at 137M
 parameters and 8 rows of 512 tokens.

@@ -100,6 +100,10 @@ class Oracle:
         after, inputs = config.out_norm_eps, self._layer_inputs(tokens, x)
         self._kept: dict[int, tuple[Array, Array]] = {}
         for index, layer in enumerate(self._layers):
+            if self._traits.parallel:
+                normed = self._normed(x, layer, "attention_norm")
+                x = x + self._mixed(index, layer, normed) + self._mlp(normed, layer, x)
+                continue
             if config.mixers_of(index):
                 normed = self._normed(x, layer, "attention_norm")
                 y = self._mixed(index, layer, normed)
@@ -212,6 +216,8 @@ class Oracle:
         self, x: Array, scale: Array, eps: float | None = None, offset: float | None = None
     ) -> Array:
         """Return the norm of x. The model's epsilon and offset are the defaults."""
+        if self._traits.norm_centered:
+            x = x - np.mean(x, axis=tuple(range(-scale.ndim, 0)), keepdims=True)
         mean = np.mean(x * x, axis=tuple(range(-scale.ndim, 0)), keepdims=True)
         offset = self._traits.norm_offset if offset is None else offset
         return x / np.sqrt(mean + (eps or self._config.rms_norm_eps)) * (scale + offset)
