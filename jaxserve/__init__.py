@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.arguments import AsyncEngineArgs, EngineArgs
     from jaxserve.engine.async_llm import AsyncLLM
     from jaxserve.engine.llm import LLM
+    from jaxserve.engine.rollout import Rollout
     from jaxserve.errors import (
         CheckpointError,
         EngineClosed,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "jaxserve.engine.llm",
     "AsyncLLM": "jaxserve.engine.async_llm",
+    "Rollout": "jaxserve.engine.rollout",
     "EngineConfig": "jaxserve.settings.config",
     "EngineArgs": "jaxserve.engine.arguments",
     "AsyncEngineArgs": "jaxserve.engine.arguments",
@@ -87,6 +89,7 @@ __all__ = [
     "Overloaded",
     "RequestOutput",
     "RequestStateStats",
+    "Rollout",
     "SamplingParams",
     "StructuredOutputsParams",
     "UnsupportedModel",

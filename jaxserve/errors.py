@@ -41,5 +41,9 @@ class EngineClosed(JaxserveError, RuntimeError):
     """Error for a call of an engine that was closed, or that was created by another process."""
 
 
+class EngineAsleep(JaxserveError, RuntimeError):
+    """Error for a request to an engine that sleeps. It may be sent again after `wake_up`."""
+
+
 class EngineDead(JaxserveError, RuntimeError):
     """Error for a call of an engine that has ended after an unrecoverable error."""

@@ -30,6 +30,8 @@ class CompletionOutput:
         logprobs: for each generated token a dict by token id: the Logprob of the token itself, then
             of the most likely tokens. Both are None unless the request has `logprobs`.
         error: message for finish_reason "error", or for "abort" because the engine ended.
+        weight_versions: pairs of the index of a token in the completion and the version of the
+            weights that computed it and the tokens after it, up to the next pair.
     """
 
     index: int
@@ -40,6 +42,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    weight_versions: list[tuple[int, str]] = field(default_factory=list)
 
     def finished(self) -> bool:
         return self.finish_reason is not None

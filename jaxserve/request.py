@@ -138,6 +138,9 @@ class SamplerFeature(enum.IntFlag):
     # The host computes log-probabilities of drawn tokens from logits.
     LOGITS = 64
     SCORES = LOGPROBS | PROMPT_LOGPROBS | LOGITS
+    # The most likely tokens are returned beside sampled tokens, or beside tokens of the prompt.
+    ALTERNATIVES = 128
+    PROMPT_ALTERNATIVES = 256
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,8 @@ class SamplingParams:
             thinking can be recognized. None is no limit.
 
     Attributes:
-        features: flags of `SamplerFeature` for settings of extra cost (all but PROMPT_LOGPROBS).
+        features: flags of `SamplerFeature` for settings of extra cost (not of settings of
+            prompts).
 
     Raises:
         InvalidRequest: on construction, names the first invalid field.
@@ -269,6 +273,7 @@ class SamplingParams:
             SamplerFeature.BIAS: bool(self.logit_bias),
             SamplerFeature.LOGPROBS: self.logprobs is not None and not self._scores_on_host,
             SamplerFeature.LOGITS: self._scores_on_host,
+            SamplerFeature.ALTERNATIVES: bool(self.logprobs) and not self._scores_on_host,
         }
         return int(sum(feature for feature, is_used in uses.items() if is_used))
 

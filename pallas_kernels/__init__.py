@@ -88,6 +88,8 @@ from pallas_kernels.row_ops import (
     softplus,
 )
 from pallas_kernels.state_arguments import (
+    ChannelDeltaOptions,
+    ChannelGates,
     ConvOptions,
     ConvWeights,
     DeltaOptions,
@@ -100,6 +102,8 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Activation",
     "AttentionOptions",
+    "ChannelDeltaOptions",
+    "ChannelGates",
     "ConvOptions",
     "ConvWeights",
     "DeltaOptions",

@@ -58,6 +58,8 @@ KERNELS: Mapping[tuple[str, str], Mapping[str, str]] = MappingProxyType(
         ("causal_conv", "gpu"): {"triton": "gpu.triton_causal_conv", "xla": "reference"},
         ("gated_delta", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
         ("gated_delta", "gpu"): {"triton": "gpu.triton_state_chunks", "xla": "reference"},
+        ("channel_delta", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
+        ("channel_delta", "gpu"): {"triton": "gpu.triton_channel_chunks", "xla": "reference"},
         ("mamba2", "cpu"): {"llvm": "cpu.recurrence", "xla": "reference"},
         ("mamba2", "gpu"): {"triton": "gpu.triton_state_chunks", "xla": "reference"},
         # Steps of one token per row. On a CPU the operations above compute them.
@@ -69,6 +71,7 @@ FUNCTIONS = {
     "ragged": "ragged_paged_attention",
     "decode": "paged_decode_attention",
     "conv_step": "causal_conv",
+    "channel_delta": "gated_delta",
 }
 """Names of the functions in these modules, if they differ from the name of the operation."""
 
@@ -92,6 +95,7 @@ MOST_OF_STATES = {
     "causal_conv": 16,
     "conv_step": 16,
     "gated_delta": 256,
+    "channel_delta": 256,
     "mamba2": 256,
     "conv_recurrence": 512,
 }

@@ -27,6 +27,8 @@ from pallas_kernels.arguments import (
 from pallas_kernels.qkv_arguments import QkvOptions
 from pallas_kernels.row_arguments import Activation, NormOptions
 from pallas_kernels.state_arguments import (
+    ChannelDeltaOptions,
+    ChannelGates,
     ConvOptions,
     ConvWeights,
     DeltaOptions,
@@ -374,26 +376,33 @@ def causal_conv(
 
 def gated_delta(
     mixed: jax.Array,
-    gates: jax.Array,
+    gates: jax.Array | ChannelGates,
     states: jax.Array,
     constants: jax.Array,
     rows: StateRows,
     options: DeltaOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute S = a S + k b (v - k a S) and y = q S for each head (Yang et al. 2024, eq. 10)."""
+    """Compute S = a S + k b (v - k a S) and y = q S for each head (Yang et al. 2024, eq. 10).
+
+    With ``ChannelDeltaOptions``, a has a number for each row of S (arXiv:2510.26692, eq. 1).
+    """
     exact = states.dtype
     query, key, value = _parts(mixed.astype(exact), options)
     query, key = (
         part * jax.lax.rsqrt(jnp.square(part).sum(axis=-1, keepdims=True) + options.eps)
         for part in (query, key)
     )
-    rate, bias = constants
-    write = options.strength * jax.nn.sigmoid(gates[:, 0].astype(exact))
-    decay = jnp.exp(-jnp.exp(rate) * jax.nn.softplus(gates[:, 1].astype(exact) + bias))
+    if isinstance(gates, ChannelGates):
+        write = options.strength * jax.nn.sigmoid(gates.write.astype(exact))
+        decay = jnp.exp(_logs_of_channels(gates.decay, constants, options))
+    else:
+        rate, bias = constants
+        write = options.strength * jax.nn.sigmoid(gates[:, 0].astype(exact))
+        decay = jnp.exp(-jnp.exp(rate) * jax.nn.softplus(gates[:, 1].astype(exact) + bias))
 
     def advance(state: jax.Array, *token: jax.Array) -> tuple[jax.Array, jax.Array]:
         q, k, v, b, a = token
-        state = a[:, None, None] * state
+        state = (a[:, None, None] if a.ndim == 1 else a[..., None]) * state
         change = b[:, None] * (v - (k[..., None] * state).sum(axis=1))
         state = state + k[..., None] * change[:, None]
         return state, (q[..., None] * state).sum(axis=1)
@@ -401,6 +410,14 @@ def gated_delta(
     inputs = query * options.inputs**-0.5, key, value, write, decay
     y, states = _scanned(advance, states, rows, inputs)
     return y.astype(mixed.dtype), states
+
+
+def _logs_of_channels(gates: jax.Array, constants: jax.Array, options: DeltaOptions) -> jax.Array:
+    rates, gates = jnp.exp(constants[:, :1]), gates.astype(constants.dtype) + constants[:, 1:]
+    assert isinstance(options, ChannelDeltaOptions)
+    if options.bound:
+        return -options.bound * jax.nn.sigmoid(rates * gates)
+    return -rates * jax.nn.softplus(gates)
 
 
 def mamba2(
@@ -429,7 +446,7 @@ def mamba2(
 
 def conv_recurrence(
     mixed: jax.Array,
-    gates: jax.Array,
+    gates: jax.Array | ChannelGates,
     states: tuple[jax.Array, jax.Array],
     weights: ConvWeights,
     constants: jax.Array,
@@ -442,6 +459,7 @@ def conv_recurrence(
     if isinstance(options, DeltaOptions):
         y, state = gated_delta(mixed, gates, states[1], constants, rows, options)
     else:
+        assert not isinstance(gates, ChannelGates)
         y, state = mamba2(mixed, gates, states[1], constants, rows, options)
     return y, (conv, state)
 

@@ -44,6 +44,18 @@ class ConvWeights(NamedTuple):
     bias: jax.Array | None = None
 
 
+class ChannelGates(NamedTuple):
+    """Gates of a delta rule whose decay is one number for each number of a key.
+
+    Attributes:
+        write: [T,heads] before the sigmoid of the write strength.
+        decay: [T,heads,inputs] before the activation of the decay.
+    """
+
+    write: jax.Array
+    decay: jax.Array
+
+
 @dataclass(frozen=True)
 class ConvOptions:
     """Options of a causal convolution.
@@ -89,13 +101,47 @@ class DeltaOptions(RecurrenceSizes):
     eps: float = 1e-6
     strength: float = 1.0
 
-    num_constants = 2
+    op, num_constants = "gated_delta", 2
 
     @property
     def places(self) -> tuple[int, int, int]:
         """Offsets of queries, keys and values within a token's numbers."""
         size = self.groups * self.inputs
         return 0, size, 2 * size
+
+    @property
+    def gates(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a token's gates."""
+        return ((2, self.heads),)
+
+    @property
+    def constants(self) -> tuple[int, int]:
+        """Shape of the constants."""
+        return self.num_constants, self.heads
+
+
+@dataclass(frozen=True)
+class ChannelDeltaOptions(DeltaOptions):
+    """Sizes of Kimi's delta rule, whose decay is one number for each number of a key.
+
+    Attributes:
+        bound: largest magnitude of the logarithm of a decay, which is then -bound times a sigmoid.
+            0: there is no bound, and the logarithm is -rate times a softplus.
+    """
+
+    bound: float = 0.0
+
+    op = "channel_delta"
+
+    @property
+    def gates(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a token's gates, in the order of ``ChannelGates``."""
+        return (self.heads,), (self.heads, self.inputs)
+
+    @property
+    def constants(self) -> tuple[int, int]:
+        """Shape of the constants."""
+        return self.heads, 1 + self.inputs
 
 
 @dataclass(frozen=True)
@@ -109,10 +155,20 @@ class Mamba2Options(RecurrenceSizes):
     least: float = 0.0
     most: float = float("inf")
 
-    num_constants = 3
+    op, num_constants = "mamba2", 3
 
     @property
     def places(self) -> tuple[int, int, int]:
         """Offsets of queries, keys and values within a token's numbers."""
         values = self.heads * self.outputs
         return values + self.groups * self.inputs, values, 0
+
+    @property
+    def gates(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a token's gates."""
+        return ((self.heads,),)
+
+    @property
+    def constants(self) -> tuple[int, int]:
+        """Shape of the constants."""
+        return self.num_constants, self.heads

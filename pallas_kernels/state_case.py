@@ -14,8 +14,8 @@ class StateCase:
     """Sizes and dtype of an operation with a state per sequence, to choose its implementation.
 
     Attributes:
-        op: "causal_conv", "gated_delta" or "mamba2". For steps of one token per row "conv_step" or
-            "conv_recurrence".
+        op: "causal_conv", "gated_delta", "channel_delta" (with a decay for each number of a key) or
+            "mamba2". For steps of one token per row "conv_step" or "conv_recurrence".
         device: the device that the code is compiled for.
         dtype: dtype of the tokens' numbers.
         tokens: number of tokens, padding included.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.devices import target_device
 from pallas_kernels.implementation import choose, kernel
 from pallas_kernels.state_arguments import (
+    ChannelGates,
     ConvOptions,
     ConvWeights,
     DeltaOptions,
@@ -64,7 +65,7 @@ def causal_conv(
 
 def gated_delta(
     mixed: jax.Array,
-    gates: jax.Array,
+    gates: jax.Array | ChannelGates,
     states: jax.Array,
     constants: jax.Array,
     rows: StateRows,
@@ -82,14 +83,16 @@ def gated_delta(
         constants: [2,heads] of the dtype of the states: log of the decay rate, and the bias of the
             softplus.
         rows: tokens and places of each row.
-        options: sizes.
+        options: sizes. With ``ChannelDeltaOptions`` each number of a key has a decay of its own
+            (Kimi Team 2025, arXiv:2510.26692): `gates` are ``ChannelGates``, and `constants` are
+            [heads,1+inputs], for each head the log of its decay rate and then the biases.
         implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
         y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states. The
         computation is in the dtype of the states.
     """
-    run = _chosen("gated_delta", mixed, states, options.inputs, implementation)
+    run = _chosen(options.op, mixed, states, options.inputs, implementation)
     return run(mixed, gates, states, constants, rows, options)
 
 
@@ -125,7 +128,7 @@ def mamba2(
 
 def conv_recurrence(
     mixed: jax.Array,
-    gates: jax.Array,
+    gates: jax.Array | ChannelGates,
     states: tuple[jax.Array, jax.Array],
     weights: ConvWeights,
     constants: jax.Array,
@@ -162,8 +165,7 @@ def conv_recurrence(
         return run(mixed, gates, states, weights, constants, rows, options)
     weight, bias = weights
     mixed, conv = causal_conv(mixed, conv, weight, bias, rows, SILU, implementation=implementation)
-    op = "gated_delta" if isinstance(options, DeltaOptions) else "mamba2"
-    run = _chosen(op, mixed, state, options.inputs, implementation)
+    run = _chosen(options.op, mixed, state, options.inputs, implementation)
     y, state = run(mixed, gates, state, constants, rows, options)
     return y, (conv, state)
 

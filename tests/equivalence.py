@@ -121,6 +121,7 @@ LATENT = {
     "qk_head_dim": 32,
     "v_head_dim": 32,
     "head_dim": 16,
+    "linear_head_dim": 32,
 }
 
 # One dense layer and one of experts, of which a third is chosen.

@@ -12,11 +12,11 @@ from uuid import uuid4
 
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.delta import Delta, OutputReader
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine import Engine, PauseMode, UpdateMode
 from jaxserve.engine.metrics import EngineStats, Metric, ValueCounts
+from jaxserve.engine.owner import EngineOwner
 from jaxserve.engine.prompts import Prompt
 from jaxserve.engine.stream import LoopDelivery, Stream
-from jaxserve.engine.thread import EngineOwner
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress
 from jaxserve.outputs import CompletionOutput, RequestOutput
@@ -81,7 +81,7 @@ class AsyncLLM(EngineOwner):
             InvalidRequest: the request is invalid. It has not been started.
             EngineClosed, EngineDead: the engine has ended.
         """
-        self._thread.check_open()
+        self._thread.check_awake()
         request, text = self._request_of(
             prompt, sampling_params, priority, cache_salt, tokenization_kwargs
         )
@@ -164,6 +164,84 @@ class AsyncLLM(EngineOwner):
         The names are vLLM's. The engine's thread reads the values between two steps.
         """
         return await asyncio.to_thread(self._metrics)
+
+    async def update_weights(
+        self,
+        params: Any,
+        version: str | None = None,
+        running: UpdateMode = "recompute",
+        finish: bool = True,
+    ) -> str:
+        """Replace weights between two steps, and return the version of the weights in use.
+
+        Names, shapes, dtypes and finiteness are checked first. A refused update changes nothing.
+        The engine copies the arrays, and the memory of the old weights is free after the call.
+
+        Args:
+            params: any of the arrays of `from_params`, also a part of a fused parameter.
+            version: name of the weights, which may be used again. None for the number of the
+                update.
+            running: "recompute" computes the cache of running requests again, and keeps their
+                tokens. "keep" continues them on the cache of the old weights. "abort" aborts all
+                requests.
+            finish: False stages the arrays. The next call with True applies all of them at once.
+
+        Raises:
+            InvalidRequest: an argument is invalid. The error names the tensor, and staged arrays
+                are discarded.
+            EngineAsleep: the engine sleeps.
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        return await asyncio.to_thread(self._update_weights, params, version, running, finish)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Start no further request until `resume`. New requests wait.
+
+        Args:
+            mode: "keep" stops all requests where they are, "wait" completes those that have begun,
+                and "abort" aborts all.
+
+        Raises:
+            InvalidRequest: the mode is unknown.
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        await asyncio.to_thread(self._pause, mode)
+
+    async def resume(self) -> None:
+        """Continue after `pause`.
+
+        Raises:
+            EngineAsleep: the engine sleeps.
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        await asyncio.to_thread(self._resume)
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pause, and free the KV cache and the weights until `wake_up`. New requests are refused.
+
+        Requests that `mode` keeps compute their cache again afterwards.
+
+        Args:
+            level: 1 keeps the weights, which leave a GPU for the host's memory. 2 drops them.
+            mode: see `pause`.
+
+        Raises:
+            InvalidRequest: an argument is invalid.
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        await asyncio.to_thread(self._sleep, level, mode)
+
+    async def wake_up(self) -> None:
+        """Allocate the KV cache and place the weights again after `sleep`, and serve.
+
+        After level 2 the weights are read from the model's files again. An engine from
+        `from_params` waits for `update_weights` with all arrays.
+
+        Raises:
+            CheckpointError: the model's files cannot be read.
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        await asyncio.to_thread(self._wake_up)
 
     def abort_waiting(self, request_id: str, error: str) -> None:
         """Abort a request with an error message if it still waits for its first slot.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tqdm.auto import tqdm
 
@@ -17,7 +17,90 @@ from jaxserve.request import Request
 _log = logging.getLogger(__name__)
 
 
-class RequestBatch:
+class StartedRequests:
+    """The requests of one call, started on the engine's thread, and a queue of their deltas.
+
+    Args:
+        takes_arrays: whether the deltas have the tokens of a launch as arrays, without text.
+
+    Attributes:
+        requests: the requests, in the order of the prompts.
+
+    Raises:
+        EngineClosed, EngineDead: the engine has ended. No request keeps running.
+    """
+
+    def __init__(
+        self, thread: EngineThread, requests: Iterable[Request], takes_arrays: bool = False
+    ) -> None:
+        self._thread = thread
+        self.requests = list(requests)
+        self._inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        self._unended = {request.request_id: request.sampling.n for request in self.requests}
+        try:
+            for request in self.requests:
+                thread.add(request, self._inbox.put, takes_arrays)
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The engine's ids of the requests of the batch, in the order of the prompts."""
+        return [request.request_id for request in self.requests]
+
+    def take_all(self, take: Callable[[Delta], None], use_tqdm: bool) -> None:
+        """Wait until all requests have ended, and call `take` with each delta of them.
+
+        A failed request is logged. If the wait ends with an exception, such as KeyboardInterrupt,
+        the unfinished requests are aborted.
+
+        Args:
+            take: the receiver of the deltas, called on this thread.
+            use_tqdm: whether to show a progress bar of finished prompts.
+
+        Raises:
+            EngineDead: the engine ended before all requests.
+        """
+        lengths = {r.request_id: len(r.prompt_token_ids) for r in self.requests}
+        progress = _Progress(len(lengths), use_tqdm)
+        try:
+            while self._unended:
+                delta = self._next()
+                take(delta)
+                if delta.error is not None:
+                    _log.warning("request %s failed: %s", delta.request_id, delta.error)
+                has_ended = delta.finish_reason is not None and self._has_ended(delta.request_id)
+                progress.update(delta, lengths[delta.request_id] if has_ended else None)
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            progress.close()
+
+    def _has_ended(self, request_id: str) -> bool:
+        # Count the end of a completion, and return whether it was the request's last.
+        self._unended[request_id] -= 1
+        if self._unended[request_id]:
+            return False
+        del self._unended[request_id]
+        return True
+
+    def abort(self) -> None:
+        """Abort all requests of the batch that have not ended, without waiting."""
+        for request_id in self._unended:
+            self._thread.abort(request_id)
+
+    def _next(self) -> Delta:
+        while True:
+            try:
+                return self._inbox.get(timeout=1.0)
+            except queue.Empty:
+                if self._thread.has_ended() and self._inbox.empty():
+                    raise EngineDead("the engine ended before it answered") from None
+
+
+class RequestBatch(StartedRequests):
     """The requests of one call of `LLM.generate` or `LLM.enqueue`, and their outputs.
 
     The constructor starts all requests on the engine's thread. `wait` returns the outputs.
@@ -35,10 +118,9 @@ class RequestBatch:
         requests: Iterable[Request],
         texts: Iterable[str | None],
     ) -> None:
-        self._thread = thread
-        self._requests = list(requests)
+        super().__init__(thread, requests)
         tokenizer = thread.engine.tokenizer
-        self._readers = {r.request_id: OutputReader(r, tokenizer) for r in self._requests}
+        self._readers = {r.request_id: OutputReader(r, tokenizer) for r in self.requests}
         self._outputs = {
             request.request_id: RequestOutput(
                 request_id=request.request_id,
@@ -47,21 +129,8 @@ class RequestBatch:
                 outputs=[CompletionOutput(i, "", []) for i in range(request.sampling.n)],
                 metrics=self._readers[request.request_id].stats,
             )
-            for request, text in zip(self._requests, texts, strict=True)
+            for request, text in zip(self.requests, texts, strict=True)
         }
-        self._inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        self._unfinished = sum(request.sampling.n for request in self._requests)
-        try:
-            for request in self._requests:
-                thread.add(request, self._inbox.put)
-        except BaseException:
-            self.abort()
-            raise
-
-    @property
-    def request_ids(self) -> list[str]:
-        """The engine's ids of the requests of the batch, in the order of the prompts."""
-        return [request.request_id for request in self._requests]
 
     def wait(self, use_tqdm: bool) -> list[RequestOutput]:
         """Wait until all requests of the batch have ended, and return their outputs in order.
@@ -75,42 +144,14 @@ class RequestBatch:
         Raises:
             EngineDead: the engine ended before all requests.
         """
-        progress = _Progress(len(self._requests), use_tqdm)
-        try:
-            while self._unfinished:
-                delta = self._next()
-                output = self._outputs[delta.request_id]
-                self._take(output, delta)
-                progress.update(output, delta)
-        except BaseException:
-            self.abort()
-            raise
-        finally:
-            progress.close()
+        self.take_all(self._take, use_tqdm)
         return list(self._outputs.values())
 
-    def abort(self) -> None:
-        """Abort all requests of the batch that have not ended, without waiting."""
-        for request_id, output in self._outputs.items():
-            if not output.finished:
-                self._thread.abort(request_id)
-
-    def _next(self) -> Delta:
-        while True:
-            try:
-                return self._inbox.get(timeout=1.0)
-            except queue.Empty:
-                if self._thread.has_ended() and self._inbox.empty():
-                    raise EngineDead("the engine ended before it answered") from None
-
-    def _take(self, output: RequestOutput, delta: Delta) -> None:
+    def _take(self, delta: Delta) -> None:
+        output = self._outputs[delta.request_id]
         self._readers[delta.request_id].add(output, output.outputs[delta.index], delta)
-        if delta.finish_reason is None:
-            return
-        if delta.error is not None:
-            _log.warning("request %s failed: %s", output.request_id, delta.error)
-        output.finished = all(completion.finished() for completion in output.outputs)
-        self._unfinished -= 1
+        if delta.finish_reason is not None:
+            output.finished = all(completion.finished() for completion in output.outputs)
 
 
 class _Progress:
@@ -120,11 +161,12 @@ class _Progress:
         self._bar = tqdm(total=total, desc="Processed prompts", disable=not shown)
         self._input = self._output = 0
 
-    def update(self, output: RequestOutput, delta: Delta) -> None:
-        self._output += len(delta.token_ids)
-        if not output.finished or delta.finish_reason is None:
+    def update(self, delta: Delta, prompt_length: int | None) -> None:
+        # `prompt_length` is None unless the request has ended with this delta.
+        self._output += len(delta.token_ids if delta.tokens is None else delta.tokens)
+        if prompt_length is None:
             return
-        self._input += len(output.prompt_token_ids)
+        self._input += prompt_length
         seconds = max(self._bar.format_dict["elapsed"], 1e-6)
         self._bar.set_postfix_str(
             f"in {self._input / seconds:.0f} tok/s, out {self._output / seconds:.0f} tok/s",

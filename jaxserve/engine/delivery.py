@@ -16,7 +16,7 @@ from jaxserve.engine.recovery import Recovery
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason
 from jaxserve.scheduling.commit_result import StepResult
-from jaxserve.scheduling.logprobs import StepLogprobs, TokenLogprobs
+from jaxserve.scheduling.logprobs import DrawLogprobs, StepLogprobs, TokenLogprobs
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
@@ -36,27 +36,37 @@ class LiveSequence:
     sequence: Sequence
     sink: Sink  # the receiver, called with each delta
     detokenizer: Detokenizer | None  # the detokenizer, or None if no text is requested
+    # Whether the receiver takes the tokens of a launch as arrays, in one delta, without text.
+    takes_arrays: bool = False
     arrived: float = 0.0  # the time of arrival (`time.monotonic`)
     first_token: float = 0.0  # the time at which the first token was read, 0 before
 
-    def delta(self, token_ids: list[int], logprobs: TokenLogprobs | None = None) -> Delta:
+    def delta(
+        self,
+        tokens: list[int] | np.ndarray,
+        logprobs: TokenLogprobs | None = None,
+        version: str = "",
+    ) -> Delta:
         """Return a Delta with new tokens of this sequence, their logprobs and all final text.
 
-        It also contains the prompt's log-probabilities, once, when they are complete.
+        It also contains the prompt's log-probabilities, once, when they are complete. A receiver of
+        arrays gets no text.
         """
         sequence, text, prompt = self.sequence, self.detokenizer, self.sequence.prompt_logprobs
         return Delta(
             sequence.request.request_id,
             sequence.index,
-            "" if text is None else text.take(),
-            token_ids,
+            "" if text is None or self.takes_arrays else text.take(),
+            tokens if isinstance(tokens, list) else [],
             max(sequence.num_cached, 0),
+            version,
             logprobs=logprobs,
             prompt_logprobs=(
                 prompt.take()
-                if prompt and token_ids and prompt.is_complete and not prompt.is_sent
+                if prompt and len(tokens) and prompt.is_complete and not prompt.is_sent
                 else None
             ),
+            tokens=None if isinstance(tokens, list) else tokens,
         )
 
     def times(self, now: float) -> SequenceTimes:
@@ -116,6 +126,7 @@ class Delivery:
         self.num_tokens = 0  # the number of tokens delivered since the start
         # The number of delivered tokens that were the first of their sequence.
         self.num_first_tokens = 0
+        self.weights_version = "0"  # the weights that compute the tokens
         self._now = 0.0
 
     def add(self, request_id: str, lives: list[LiveSequence]) -> None:
@@ -156,57 +167,110 @@ class Delivery:
             prompt.put(start, logprobs.logprobs.part(slice(first, last), prompt.width))
 
     def deliver(self, result: StepResult, logprobs: StepLogprobs | None) -> None:
+        """Send the new tokens of a committed launch, and end the sequences that it has ended.
+
+        Args:
+            result: the effects of the launch.
+            logprobs: its log-probabilities, or None if no row requests any.
+        """
         self._now = time.monotonic()
         ended = {
             sequence
             for sequence in result.finished
             if sequence.finish_reason is not FinishReason.ERROR
         }
-        without: list[TokenLogprobs | None] = [None] * len(result.sequences)
-        of_tokens = without if logprobs is None else logprobs.of_draws(result.drawn)
-        if logprobs is not None and logprobs.logits is not None:
-            self._scores.put(of_tokens, result, logprobs.logits)
-        drawn = zip(result.sequences, result.token_ids, of_tokens, strict=True)
-        following = [*result.sequences[1:], None]
-        for (sequence, token, logprob), then in zip(drawn, following, strict=False):
+        drawn = None
+        if logprobs is not None:
+            drawn = logprobs.of_draws(result.drawn, result.counts)
+            if logprobs.logits is not None:
+                self._scores.put(drawn.by_host, result, logprobs.logits)
+        for row, (sequence, first, last) in enumerate(result.rows()):
             live = self._live.get(sequence)
-            if live is None:  # it ended with an earlier token of the launch
-                continue
-            self.num_tokens += 1
-            try:
-                is_last = then is not sequence and sequence in ended
-                self._deliver_token(live, token, logprob, is_last)
-            except GrammarError as error:
-                self.end(live, FinishReason.ERROR, error.as_refusal())
-            except Exception as error:  # an error of the text library ends this request only
-                is_library = isinstance(error, TokenizerFailure)
-                _log.error("detokenization failed: %s", error, exc_info=not is_library)
-                self.end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
+            if live is not None:
+                self._deliver_row(live, result, (row, first, last), drawn, sequence in ended)
         for sequence in result.finished:
             live = self._live.get(sequence)
             if live is not None:  # it ended without a token
                 self.end(live, FinishReason.ERROR, live.why_none(self._scores.vocab_size))
 
-    def _deliver_token(
-        self, live: LiveSequence, token: int, logprob: TokenLogprobs | None, ended: bool
+    def _deliver_row(
+        self,
+        live: LiveSequence,
+        result: StepResult,
+        places: tuple[int, int, int],
+        drawn: DrawLogprobs | None,
+        ended: bool,
     ) -> None:
+        """Send the new tokens of one sequence: one by one, or together to a receiver of arrays.
+
+        An error of the text library or the grammar ends this request only.
+
+        Args:
+            places: the number of the row in `result`, and the range of its tokens there.
+            drawn: the log-probabilities of all rows, if a row requests some.
+            ended: whether the last of the tokens ended the sequence.
+        """
+        row, first, last = places
+        try:
+            if live.takes_arrays:
+                scores = None if drawn is None else drawn.of_row(row, first, last)
+                self._deliver_tokens(live, result.tokens[first:last], scores, ended)
+                return
+            for place in range(first, last):
+                scores = None if drawn is None else drawn.of_token(row, place)
+                is_last = ended and place + 1 == last
+                self._deliver_tokens(live, [result.token_ids[place]], scores, is_last)
+                if live.sequence not in self._live:
+                    return
+        except GrammarError as error:
+            self.end(live, FinishReason.ERROR, error.as_refusal())
+        except Exception as error:
+            is_library = isinstance(error, TokenizerFailure)
+            _log.error("detokenization failed: %s", error, exc_info=not is_library)
+            self.end(live, FinishReason.ERROR, error=f"detokenization failed: {error}")
+
+    def _deliver_tokens(
+        self,
+        live: LiveSequence,
+        tokens: list[int] | np.ndarray,
+        logprobs: TokenLogprobs | None,
+        ended: bool,
+    ) -> None:
+        """Send successive new tokens of a sequence in one delta, up to the end of its text.
+
+        Args:
+            live: the sequence.
+            tokens: the tokens, as an array for a receiver of arrays.
+            logprobs: their log-probabilities, if requested.
+            ended: whether the last of the tokens ended the sequence.
+        """
         sequence, text = live.sequence, live.detokenizer
-        stopped = complete = False
         if not live.first_token:
             live.first_token = self._now
             self.num_first_tokens += 1
-        if sequence.constraint is not None and not ended:
-            complete = self._slots.advance(sequence, token)
-        if text is not None and not (ended and live.hides_last):
-            stopped = text.add(token)
+        stopped = complete = False
+        count = len(tokens)
+        if text is not None or sequence.constraint is not None:
+            token_ids = tokens if isinstance(tokens, list) else tokens.tolist()
+            for place, token in enumerate(token_ids, 1):
+                is_last = ended and place == count
+                if sequence.constraint is not None and not is_last:
+                    complete = self._slots.advance(sequence, token)
+                if text is not None and not (is_last and live.hides_last):
+                    stopped = text.add(token)
+                if (stopped or complete) and place < count:  # later tokens are dropped
+                    ended, count, tokens = False, place, tokens[:place]
+                    logprobs = None if logprobs is None else logprobs.first(place)
+                    break
+        self.num_tokens += count
         if (stopped or complete) and not ended:
             self._scheduler.finish(sequence, FinishReason.STOP)
         if not (stopped or complete or ended):
-            self._send(live, live.delta([token], logprob))
+            self._send(live, live.delta(tokens, logprobs, self.weights_version))
             return
         if text is not None:
             text.finish()
-        delta = live.delta([token], logprob)
+        delta = live.delta(tokens, logprobs, self.weights_version)
         delta.finish_reason = FinishReason.STOP if stopped else sequence.finish_reason
         if stopped and text is not None:
             delta.stop_reason = text.stop

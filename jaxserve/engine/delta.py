@@ -8,6 +8,8 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxserve.engine.metrics import SequenceTimes
 from jaxserve.errors import InvalidRequest
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
@@ -25,19 +27,22 @@ class Delta:
     request_id: str  # the engine's id of the request
     index: int  # the number of the completion
     text: str
-    token_ids: list[int]
+    token_ids: list[int]  # empty in a delta of arrays (see `tokens`)
     num_cached_tokens: int  # the prompt tokens that were found in the prefix cache
+    version: str = ""  # the weights that computed the tokens, "" without tokens
     finish_reason: FinishReason | None = None  # the reason of the end, in the last delta
     # The stop token or text that ended the completion, if one did.
     stop_reason: int | str | None = None
     error: str | None = None  # the error that ended the completion, if one did
     parameter: str | None = None  # the invalid parameter if the request caused the error
-    logprobs: TokenLogprobs | None = None  # one row per token in `token_ids`, if requested
+    logprobs: TokenLogprobs | None = None  # one row per new token, if requested
     # One row per prompt token except the first, if requested. They come once, with the first token
     # of completion 0.
     prompt_logprobs: TokenLogprobs | None = None
     # The times of the sequence, in the last delta if a token ended the completion.
     times: SequenceTimes | None = None
+    # int32, all new tokens of one launch, for a receiver of arrays. Otherwise None.
+    tokens: np.ndarray | None = None
 
     def fail(self, error: str | InvalidRequest) -> None:
         """Set `error` to an error's message, and `parameter` to an InvalidRequest's field."""
@@ -90,6 +95,7 @@ class OutputReader:
         self._request = request
         self._tokenizer = tokenizer if request.sampling.detokenize else None
         since = time.monotonic() - request.arrival_time
+        self._counts: dict[int, int] = {}  # the number of tokens of each completion so far
         # The combined times of the completions so far.
         self.stats = RequestStateStats(arrival_time=time.time() - since)
 
@@ -101,6 +107,8 @@ class OutputReader:
                 the prompt, the number of cached tokens and the first error.
             completion: the completion of the delta, changed in place.
         """
+        if delta.token_ids:
+            self._add_version(completion, delta)
         completion.text += delta.text
         completion.token_ids += delta.token_ids
         self._add_logprobs(output, completion, delta)
@@ -111,6 +119,12 @@ class OutputReader:
             completion.stop_reason = delta.stop_reason
             completion.error = delta.error
             output.error = output.error or delta.error
+
+    def _add_version(self, completion: CompletionOutput, delta: Delta) -> None:
+        count, versions = self._counts.get(delta.index, 0), completion.weight_versions
+        if not versions or versions[-1][1] != delta.version:
+            versions.append((count, delta.version))
+        self._counts[delta.index] = count + len(delta.token_ids)
 
     def _add_times(self, delta: Delta) -> None:
         stats, times = self.stats, delta.times

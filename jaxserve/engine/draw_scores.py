@@ -36,14 +36,12 @@ class DrawScores:
         self._as_logits = mode.endswith("_logits")
         self.vocab_size = vocab_size
 
-    def put(
-        self, scores: list[TokenLogprobs | None], result: StepResult, logits: np.ndarray
-    ) -> None:
+    def put(self, scores: dict[int, TokenLogprobs], result: StepResult, logits: np.ndarray) -> None:
         """Score the sampled tokens whose requests need the host, and put the results into `scores`.
 
         Args:
-            scores: one entry per token of the result. The entries of these tokens are replaced.
-            result: the sampled tokens of the step and their sequences.
+            scores: the results, by the number of the token.
+            result: the sampled tokens of a launch of one step, and their sequences.
             logits: float[R, V], the logits of the R rows of the step's plan.
         """
         rows = np.flatnonzero(result.drawn).tolist()

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from jaxserve.engine.metrics import STEP_TOKENS, EngineStats, MemoryUse, Snapsho
 from jaxserve.engine.recovery import Recovery
 from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.sharing import check_sharing, open_events
-from jaxserve.errors import EngineDead, InvalidRequest
+from jaxserve.errors import EngineAsleep, EngineDead, InvalidRequest
 from jaxserve.execution.runner import InFlight, OnProgress
 from jaxserve.request import MAX_LOGPROBS, FinishReason, Request
 from jaxserve.scheduling.budget import LaunchLength
@@ -37,6 +38,8 @@ from jaxserve.text.grammars import grammars_of
 _log = logging.getLogger(__name__)
 
 
+PauseMode = Literal["keep", "wait", "abort"]
+UpdateMode = Literal["recompute", "keep", "abort"]
 MakeScheduler = Callable[[EngineConfig, PagePool, SlotTable], Scheduler]
 
 
@@ -102,19 +105,27 @@ class Engine:
         # A histogram of prompt and answer tokens per step.
         self.step_tokens = ValueCounts(STEP_TOKENS)
         self._compiles_at_start = self.runner.num_compiles
+        self.num_weight_updates = 0
+        # "keep" computes nothing. "wait" computes the requests that have begun.
+        self.paused: PauseMode | None = None
+        self.is_asleep = False
         self._events = open_events(self.config, kinds[0].window)
         if self._events is not None:
             self.pool.on_change = self._events.add
 
-    def add(self, request: Request, sink: Sink) -> None:
+    def add(self, request: Request, sink: Sink, takes_arrays: bool = False) -> None:
         """Queue a request at the scheduler: one sequence for each of its `n` completions.
 
         Args:
             sink: called with every Delta of the request's completions.
+            takes_arrays: whether the deltas have the tokens of a launch as arrays, without text.
 
         Raises:
             InvalidRequest: the request id is in use, or the request does not fit into the KV cache.
+            EngineAsleep: the engine sleeps.
         """
+        if self.is_asleep:
+            raise EngineAsleep("the engine sleeps; it serves again after wake_up")
         if self._delivery.of_request(request.request_id):
             raise InvalidRequest(f"request_id {request.request_id!r} is being served", "request_id")
         lives, now = [], time.monotonic()
@@ -129,9 +140,11 @@ class Engine:
             )
             if request.sampling.prompt_logprobs is not None and index == 0:
                 sequence.prompt_logprobs = self._prompt_logprobs(request)
-            lives.append(LiveSequence(sequence, sink, self._detokenizer(request), now))
+            has_text = request.sampling.stop if takes_arrays else request.sampling.detokenize
+            text = self._detokenizer(request) if has_text else None
+            lives.append(LiveSequence(sequence, sink, text, takes_arrays, now))
         for live in lives:
-            self.scheduler.add(live.sequence)
+            self._queue(live.sequence)
         self._delivery.add(request.request_id, lives)
         self._num_arrivals += len(lives)
         self._prompt_tokens += len(request.prompt_token_ids)
@@ -144,7 +157,7 @@ class Engine:
         return PromptLogprobs(count, width, as_logits or width > MAX_LOGPROBS, as_logits)
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
-        if self.tokenizer is None or not request.sampling.detokenize:
+        if self.tokenizer is None:
             return None
         tail = request.prompt_token_ids[-16:].tolist()
         return Detokenizer(self.tokenizer, tail, request.sampling)
@@ -192,11 +205,95 @@ class Engine:
             )
             self._num_arrivals += 1
             self._delivery.replace(live, again)
-            self.scheduler.add(live.sequence)
+            self._queue(live.sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence)
+        if self.paused == "wait":
+            self.scheduler.waiting.hold(lambda waiting: waiting is sequence)
+
+    @property
+    def weights_version(self) -> str:
+        """The version of the weights, "0" until an update."""
+        return self._delivery.weights_version
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None
+        """Whether `step` has something to do."""
+        has_rows = self.scheduler.has_work and self.paused != "keep"
+        return has_rows or self._in_flight is not None
+
+    def pause_all(self, mode: PauseMode) -> None:
+        """Start no further request until `resume_all`. New requests wait.
+
+        Args:
+            mode: "keep" stops all requests where they are. "wait" computes the requests that have
+                begun to their end, after which `has_work` is False. "abort" aborts all requests.
+        """
+        if mode == "abort":
+            for live in self._delivery.all():
+                self._delivery.end(live, FinishReason.ABORT)
+        self._drain()
+        self.paused = "keep" if mode == "abort" else mode
+        if mode == "wait":
+            self.scheduler.waiting.hold(lambda waiting: waiting.num_cached < 0)
+
+    def resume_all(self) -> None:
+        """Continue after `pause_all`.
+
+        Raises:
+            EngineAsleep: the engine sleeps.
+        """
+        if self.is_asleep:
+            raise EngineAsleep("the engine sleeps; it serves again after wake_up")
+        self.paused = None
+        self.scheduler.waiting.release()
+
+    def replace_weights(
+        self, leaves: list[Any], version: str, running: UpdateMode = "recompute"
+    ) -> None:
+        """Use other weights from the next step on.
+
+        Args:
+            leaves: the model's arrays (see `Runner.replace_leaves`).
+            version: name of the weights.
+            running: "recompute" computes the cache of running requests again, and keeps their
+                tokens. "keep" continues them on their cache. "abort" aborts all requests.
+        """
+        self._drain()
+        if running == "abort":
+            for live in self._delivery.all():
+                self._delivery.end(live, FinishReason.ABORT)
+        elif running == "recompute":
+            self.scheduler.preempt_all(lambda sequence: sequence.precedence)
+        lacked = not self.runner.leaves
+        self.runner.replace_leaves(leaves)
+        waiting = self.scheduler.waiting
+        self.scheduler.publisher.begin_weights([*waiting, *waiting.held])
+        self._delivery.weights_version = version
+        self.num_weight_updates += 1
+        if lacked:
+            self.resume_all()
+
+    def sleep(self, level: int) -> None:
+        """Free the KV cache, and the weights as `Runner.sleep` does, until `wake_up`.
+
+        The engine is paused. Tokens of unfinished requests are kept, and their cache is computed
+        again.
+        """
+        assert self.paused is not None and not self.is_asleep, "sleep of a running engine"
+        self._drain()
+        self.paused, self.is_asleep = "keep", True
+        self.scheduler.preempt_all(lambda sequence: sequence.precedence)
+        self.pool.clear_cache()
+        self.runner.sleep(level)
+
+    def wake_up(self, leaves: list[Any] | None = None) -> None:
+        """Allocate the KV cache again, and continue. See `Runner.wake_up` for `leaves`."""
+        self.runner.wake_up(leaves)
+        self.is_asleep = False
+        if self.runner.leaves:  # otherwise `replace_weights` continues
+            self.resume_all()
 
     @property
     def loss(self) -> str | None:
@@ -225,7 +322,9 @@ class Engine:
         # Programs are added while the engine serves.
         self.scheduler.token_sizes = self.runner.buckets.token_sizes
         self.scheduler.now = time.monotonic()
-        plan = self.scheduler.schedule(min(self._pace.steps(), self.runner.max_steps))
+        plan = None
+        if self.paused != "keep":
+            plan = self.scheduler.schedule(min(self._pace.steps(), self.runner.max_steps))
         try:
             submitted = None if plan is None else self.runner.submit(plan, self.slots)
         except Exception as error:
@@ -263,7 +362,7 @@ class Engine:
         # As in vLLM, a row that has computed its whole prompt also counts its sampled token.
         steps, before = step.plan.num_steps, self._delivery.num_first_tokens
         self._delivery.deliver(result, logprobs)
-        count = step.plan.total_tokens if steps == 1 else len(result.token_ids)
+        count = step.plan.total_tokens if steps == 1 else len(result.tokens)
         first = self._delivery.num_first_tokens - before
         self.step_tokens.add((count + first) / steps, steps)
 
@@ -312,7 +411,7 @@ class Engine:
         units = {"page": pool.num_usable, "slot": self.slots.num_slots}
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + len(scheduler.waiting.held),
             num_slots=self.slots.num_slots,
             num_pages=pool.num_usable,
             pages_in_use=in_use["page"],
@@ -334,6 +433,8 @@ class Engine:
             ),
             snapshots=self._snapshot_stats(),
             pages_by_kind=self._pages_by_kind(),
+            weights_version=self.weights_version,
+            num_weight_updates=self.num_weight_updates,
         )
 
     def _pages_by_kind(self) -> dict[str, int]:

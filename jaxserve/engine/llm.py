@@ -15,8 +15,10 @@ from jaxserve.engine import prompts as prompt_forms
 from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.batch import RequestBatch
 from jaxserve.engine.beam_search import BeamSearch, run_searches, step_settings
+from jaxserve.engine.engine import PauseMode, UpdateMode
 from jaxserve.engine.metrics import EngineStats, Metric
-from jaxserve.engine.thread import EngineOwner
+from jaxserve.engine.owner import EngineOwner
+from jaxserve.engine.rollout import Rollout, RolloutBatch, sampling_of_rollout
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.runner import OnProgress
 from jaxserve.outputs import BeamSearchOutput, RequestOutput
@@ -103,6 +105,39 @@ class LLM(EngineOwner):
         )
         return self._run(requests, texts, use_tqdm)
 
+    def rollout(
+        self,
+        prompts: prompt_forms.Prompt | Listing[prompt_forms.Prompt],
+        sampling_params: SamplingParams | Listing[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        **options: Any,
+    ) -> Rollout:
+        """Generate completions of one or more prompts, and return them as NumPy arrays.
+
+        There is one row per completion, in the order and with the tokens of `generate`, and with
+        the log-probability of each token. The `n` completions of a prompt share its cache pages.
+
+        Args:
+            prompts: see `generate`.
+            sampling_params: see `generate`. `logprobs` is ignored, and `prompt_logprobs` and
+                `logprob_token_ids` are refused.
+            use_tqdm: whether to show a progress bar.
+            **options: priority, cache_salt and tokenization_kwargs, see `generate`.
+
+        Raises:
+            InvalidRequest, EngineClosed, EngineDead: see `generate`.
+        """
+        many = prompt_forms.as_list(prompts)
+        settings = prompt_forms.one_each(sampling_params, len(many), "sampling_params")
+        default = self.get_default_sampling_params()
+        # Prompts with the same settings share them afterwards too.
+        changed = {
+            id(one): sampling_of_rollout(default if one is None else one) for one in settings
+        }
+        requests, _ = self._requests_of(many, [changed[id(one)] for one in settings], **options)
+        return RolloutBatch(self._thread, requests).wait(use_tqdm)
+
     def _requests_of(
         self,
         prompts: prompt_forms.Prompt | Listing[prompt_forms.Prompt],
@@ -122,7 +157,7 @@ class LLM(EngineOwner):
         many = prompt_forms.as_list(prompts)
         settings = prompt_forms.one_each(sampling_params, len(many), "sampling_params")
         ranks = prompt_forms.one_each(priority, len(many), "priority")
-        self._thread.check_open()
+        self._thread.check_awake()
         pairs = [
             self._request_of(prompt, params, rank or 0, cache_salt, tokenization_kwargs)
             for prompt, params, rank in zip(many, settings, ranks, strict=True)
@@ -314,6 +349,84 @@ class LLM(EngineOwner):
         for start in range(0, len(searches), count):
             run_searches(searches[start : start + count], step, self.generate)
         return [search.output(engine.tokenizer) for search in searches]
+
+    def update_weights(
+        self,
+        params: Any,
+        version: str | None = None,
+        running: UpdateMode = "recompute",
+        finish: bool = True,
+    ) -> str:
+        """Replace weights between two steps, and return the version of the weights in use.
+
+        Names, shapes, dtypes and finiteness are checked first. A refused update changes nothing.
+        The engine copies the arrays, and the memory of the old weights is free after the call.
+
+        Args:
+            params: any of the arrays of `from_params`, also a part of a fused parameter.
+            version: name of the weights, which may be used again. None for the number of the
+                update.
+            running: "recompute" computes the cache of running requests again, and keeps their
+                tokens. "keep" continues them on the cache of the old weights. "abort" aborts all
+                requests.
+            finish: False stages the arrays. The next call with True applies all of them at once.
+
+        Raises:
+            InvalidRequest: an argument is invalid. The error names the tensor, and staged arrays
+                are discarded.
+            EngineAsleep: the engine sleeps.
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        return self._update_weights(params, version, running, finish)
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Start no further request until `resume`. New requests wait.
+
+        Args:
+            mode: "keep" stops all requests where they are, "wait" completes those that have begun,
+                and "abort" aborts all.
+
+        Raises:
+            InvalidRequest: the mode is unknown.
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        self._pause(mode)
+
+    def resume(self) -> None:
+        """Continue after `pause`.
+
+        Raises:
+            EngineAsleep: the engine sleeps.
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        self._resume()
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pause, and free the KV cache and the weights until `wake_up`. New requests are refused.
+
+        Requests that `mode` keeps compute their cache again afterwards.
+
+        Args:
+            level: 1 keeps the weights, which leave a GPU for the host's memory. 2 drops them.
+            mode: see `pause`.
+
+        Raises:
+            InvalidRequest: an argument is invalid.
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        self._sleep(level, mode)
+
+    def wake_up(self) -> None:
+        """Allocate the KV cache and place the weights again after `sleep`, and serve.
+
+        After level 2 the weights are read from the model's files again. An engine from
+        `from_params` waits for `update_weights` with all arrays.
+
+        Raises:
+            CheckpointError: the model's files cannot be read.
+            EngineClosed, EngineDead: the engine has ended.
+        """
+        self._wake_up()
 
     def stats(self) -> EngineStats:
         """Return a consistent snapshot of the engine's statistics, taken between two steps."""

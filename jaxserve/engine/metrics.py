@@ -146,6 +146,8 @@ class EngineStats:
     snapshots: SnapshotStats | None = None  # None for a model without states
     # Pages that sequences hold by the name of their kind, for a model with several kinds of pages.
     pages_by_kind: dict[str, int] = field(default_factory=dict[str, int])
+    weights_version: str = "0"
+    num_weight_updates: int = 0
 
 
 Read = Callable[[EngineStats], float]
@@ -174,6 +176,8 @@ EXPERT_ROWS = (
 )
 
 
+WEIGHTS_VERSION = "weights_version_info", "The version of the weights, as a label."
+WEIGHT_UPDATES = "weight_updates", "Updates of the weights since the start."
 SNAPSHOTS = "state_snapshots"
 """Gauge of the snapshots that cached pages have, for models whose layers keep states."""
 
@@ -288,6 +292,11 @@ def metric_values(stats: EngineStats, step_tokens: ValueCounts, model_name: str)
         Counter(f"jaxserve:{EXPERT_ROWS[0]}", labels | {"device": str(device)}, count)
         for device, count in enumerate(stats.expert_rows)
     ]
+    metrics.append(
+        Gauge(f"jaxserve:{WEIGHTS_VERSION[0]}", labels | {"version": stats.weights_version}, 1.0)
+    )
+    updates = stats.num_weight_updates
+    metrics.append(Counter(f"jaxserve:{WEIGHT_UPDATES[0]}", dict(labels), updates))
     name, count = "vllm:iteration_tokens_total", buckets["+Inf"]
     metrics.append(Histogram(name, dict(labels), count, step_tokens.sum, buckets))
     return metrics

@@ -8,19 +8,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from jaxserve.engine import prompts
 from jaxserve.engine.delta import Delta, Sink
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.metrics import Metric, metric_values
-from jaxserve.engine.request_factory import RequestFactory
-from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest
+from jaxserve.errors import EngineAsleep, EngineClosed, EngineDead, InvalidRequest
 from jaxserve.execution.runner import OnProgress
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import FinishReason, Request
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.garbage import return_memory
 from jaxserve.start.loaded import Loaded
@@ -75,7 +72,18 @@ class EngineThread:
         if self._closing:
             raise EngineClosed("the engine is closed")
 
-    def add(self, request: Request, sink: Sink) -> None:
+    def check_awake(self) -> None:
+        """Raise an error unless the engine accepts requests and does not sleep.
+
+        Raises:
+            EngineClosed, EngineDead: see `check_open`.
+            EngineAsleep: the engine sleeps.
+        """
+        self.check_open()
+        if self.engine.is_asleep:
+            raise EngineAsleep("the engine sleeps; it serves again after wake_up")
+
+    def add(self, request: Request, sink: Sink, takes_arrays: bool = False) -> None:
         """Start a request on the engine's thread, without waiting.
 
         Every completion gets exactly one Delta with a finish_reason, even if the engine refuses the
@@ -83,14 +91,16 @@ class EngineThread:
 
         Args:
             sink: called with each Delta on the engine's thread, so it must return quickly.
+            takes_arrays: whether the deltas have the tokens of a launch as arrays, without text.
 
         Raises:
-            EngineClosed, EngineDead: see `check_open`.
+            EngineClosed, EngineDead, EngineAsleep: see `check_awake`.
         """
+        self.check_awake()
 
         def deliver() -> None:
             try:
-                self.engine.add(request, sink)
+                self.engine.add(request, sink, takes_arrays)
             except Exception as error:
                 for index in range(request.sampling.n):
                     sink(_failed(request, index, error))
@@ -170,6 +180,7 @@ class EngineThread:
             self._wake.notify()
 
     def _run(self) -> None:
+        self.engine.runner.count_compiles_of(threading.get_ident())
         try:
             while self._take_messages():
                 if self.engine.has_work:
@@ -237,61 +248,3 @@ def _failed(request: Request, index: int, error: Exception) -> Delta:
     delta = Delta(request.request_id, index, "", [], 0, FinishReason.ERROR)
     delta.fail(error if isinstance(error, InvalidRequest) else str(error))
     return delta
-
-
-class EngineOwner:
-    """Base class of `LLM` and `AsyncLLM`: the owner of an engine on a thread of its own."""
-
-    def __init__(self, config: EngineConfig | Loaded, on_progress: OnProgress | None) -> None:
-        self._thread = EngineThread(config, on_progress)
-        # The factory of requests. It is thread-safe.
-        self.requests: RequestFactory = self._thread.engine.requests
-
-    def _request_of(
-        self,
-        prompt: prompts.Prompt,
-        sampling: SamplingParams | None,
-        priority: int,
-        cache_salt: str | None,
-        tokenization: Mapping[str, Any] | None,
-    ) -> tuple[Request, str | None]:
-        """Validate a prompt and its settings, and return the Request and the text of the prompt.
-
-        The text is None for token ids. The salt of a prompt dict takes precedence over
-        `cache_salt`.
-        """
-        engine = self._thread.engine
-        text, body, salt = prompts.prompt_parts(prompt)
-        salt = cache_salt if salt is None else salt
-        longest = engine.limits.max_model_len
-        body = prompts.tokenized(body, tokenization, engine.tokenizer, longest)
-        return self.requests.make(body, sampling, priority=priority, cache_salt=salt), text
-
-    def _metrics(self) -> list[Metric]:
-        engine = self._thread.engine
-        name = str(engine.config.model)
-        return self._thread.call(lambda: metric_values(engine.stats(), engine.step_tokens, name))
-
-    @property
-    def recommends_sampling(self) -> bool:
-        """Whether the checkpoint's generation_config.json has sampling settings."""
-        return self._thread.engine.loaded.recommends_sampling
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the checkpoint's default SamplingParams, for requests that pass none."""
-        return self._thread.engine.loaded.default_sampling
-
-    def get_tokenizer(self) -> Any:
-        """Return the engine's tokenizer, or None if the setting skip_tokenizer_init is on."""
-        return self._thread.engine.tokenizer
-
-    def __reduce__(self) -> NoReturn:
-        """Raise TypeError, because an engine cannot be pickled or copied."""
-        raise TypeError(
-            f"{type(self).__name__} cannot be pickled or copied: it holds a device's memory and a "
-            "thread. Make one in the process that uses it, from the same arguments"
-        )
-
-    def close(self) -> None:
-        """Abort all requests, end the engine's thread, and free the device. Idempotent."""
-        self._thread.close()

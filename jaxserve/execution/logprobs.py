@@ -16,22 +16,32 @@ from jaxserve.execution.columns import LANES, Columns, in_groups
 from jaxserve.execution.typed_jax import cond, fori_loop
 from jaxserve.request import MAX_LOGPROBS, SamplerFeature
 from pallas_kernels import row_sums
+from pallas_kernels.devices import target_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32
 
-BLOCK = 32  # number of positions whose logits are computed at once
+# Number of positions whose logits, or log-probabilities, are computed at once. On CPU XLA rounds a
+# logarithm differently in larger arrays.
+BLOCK = 32
+_LOGPROBS = int(SamplerFeature.LOGPROBS)
+_ALTERNATIVES = int(SamplerFeature.ALTERNATIVES)
+_PROMPT_ALTERNATIVES = int(SamplerFeature.PROMPT_ALTERNATIVES)
 _ONE_LEVEL = 2048
 _VECTOR = 16
 
 
 class DeviceLogprobs(NamedTuple):
-    """Log-probabilities and ranks of N tokens and of K alternatives each, as JAX arrays."""
+    """Log-probabilities and ranks of N tokens and of K alternatives each, as JAX arrays.
 
-    logprob: Float[Array, " N"]
-    rank: Int32[Array, " N"]
-    top_ids: Int32[Array, "N K"]
-    top_logprobs: Float[Array, "N K"]
+    A launch of several steps has a first axis of steps. The alternatives are zeros unless a row
+    requests some.
+    """
+
+    logprob: Float[Array, "*steps N"]
+    rank: Int32[Array, "*steps N"]
+    top_ids: Int32[Array, "*steps N K"]
+    top_logprobs: Float[Array, "*steps N K"]
 
 
 def top_k(x: Float[Array, "N V"], k: int) -> tuple[Float[Array, "N K"], Int32[Array, "N K"]]:
@@ -55,23 +65,41 @@ def top_k(x: Float[Array, "N V"], k: int) -> tuple[Float[Array, "N K"], Int32[Ar
     return values, (group * LANES + where % LANES).astype(jnp.int32)
 
 
-def logprobs_of(logits: Float[Array, "N V"], tokens: Int32[Array, " N"]) -> DeviceLogprobs:
+def logprobs_of(
+    logits: Float[Array, "N V"],
+    tokens: Int32[Array, " N"],
+    has_alternatives: Bool[Array, ""] | bool = True,
+) -> DeviceLogprobs:
     """Compute the log-probability and rank of one token per row, and the most likely tokens.
 
     Args:
         logits: whole rows of logits, -inf for excluded tokens.
         tokens: one token id per row.
+        has_alternatives: whether the most likely tokens are searched, which takes longer than all
+            other values.
 
     Returns:
         For each row the values of its token, and the MAX_LOGPROBS most likely tokens as
-        alternatives.
+        alternatives, or zeros.
     """
+    none = no_logprobs(len(logits), logits.shape[1], logits.dtype)
     total = logits.max(axis=1) + _log(row_sums(logits, "exps"))
     is_token = jnp.arange(logits.shape[1]) == tokens[:, None]
     logit = jnp.where(is_token, logits, 0).sum(axis=1, keepdims=True)
     rank = 1 + (logits > logit).sum(axis=1, dtype=jnp.int32)
+    ids, values = cond(
+        jnp.asarray(has_alternatives),
+        lambda: _alternatives(logits, total),
+        lambda: (none.top_ids, none.top_logprobs),
+    )
+    return DeviceLogprobs(logit[:, 0] - total, rank, ids, values)
+
+
+def _alternatives(
+    logits: Float[Array, "N V"], total: Float[Array, " N"]
+) -> tuple[Int32[Array, "N K"], Float[Array, "N K"]]:
     values, ids = top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
-    return DeviceLogprobs(logit[:, 0] - total, rank, ids, values - total[:, None])
+    return ids, values - total[:, None]
 
 
 def _log(x: Float[Array, " R"]) -> Float[Array, " R"]:
@@ -99,7 +127,8 @@ def draw_logprobs(
 ) -> DeviceLogprobs:
     """Return the log-probability of each row's sampled token, if any row requests it.
 
-    If no row requests log-probabilities, the result is zeros.
+    If no row requests log-probabilities, the result is zeros. The alternatives are zeros if no row
+    requests some.
 
     Args:
         logits: logits from which the tokens were sampled, before edits.
@@ -107,9 +136,60 @@ def draw_logprobs(
         batch: the inputs of the step, whose `features` contain the requests.
         columns: the division of the logits over devices.
     """
-    none = no_logprobs(logits.shape[0], columns.vocab_size, logits.dtype)
-    is_requested = jnp.any(batch.features & int(SamplerFeature.LOGPROBS) != 0)
-    return cond(is_requested, lambda: columns.by_rows(logprobs_of, logits, token_ids), lambda: none)
+    num_rows = logits.shape[0]
+    none = no_logprobs(num_rows, columns.vocab_size, logits.dtype)
+    is_requested = jnp.any(batch.features & _LOGPROBS != 0)
+    score = _scores(jnp.any(batch.features & _ALTERNATIVES != 0))
+    # A GPU takes one launch for all rows. Its products round differently in each shape anyway.
+    size = num_rows if target_device().is_gpu else min(BLOCK, num_rows)
+
+    def block(start: Array, _: DeviceLogprobs) -> DeviceLogprobs:
+        part, tokens = (lax.dynamic_slice_in_dim(x, start, size) for x in (logits, token_ids))
+        return columns.by_rows(score, part, tokens)
+
+    def scored() -> DeviceLogprobs:
+        if size == num_rows:
+            return columns.by_rows(score, logits, token_ids)
+        return _in_blocks(num_rows, size, block, none)
+
+    return cond(is_requested, scored, lambda: none)
+
+
+def _scores(
+    has_alternatives: Bool[Array, ""],
+) -> Callable[[Float[Array, "r V"], Int32[Array, " r"]], DeviceLogprobs]:
+    return lambda logits, tokens: logprobs_of(logits, tokens, has_alternatives)
+
+
+def _in_blocks(
+    count: int,
+    size: int,
+    block: Callable[[Array, DeviceLogprobs], DeviceLogprobs],
+    none: DeviceLogprobs,
+) -> DeviceLogprobs:
+    """Compute the log-probabilities of `count` tokens, `size` at a time.
+
+    Args:
+        count: the number of tokens.
+        size: the number of tokens of a block, at most `count`. The last block starts earlier if
+            necessary, for reading and for writing.
+        block: a function of the first token of a block, and of the values of its tokens so far. It
+            returns the new values of its tokens.
+        none: the initial values of all tokens.
+    """
+
+    def step(index: Array, logprobs: DeviceLogprobs) -> DeviceLogprobs:
+        start = jnp.minimum(index * size, count - size)
+
+        def read(column: Array) -> Array:
+            return lax.dynamic_slice_in_dim(column, start, size)
+
+        def write(column: Array, part: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(column, part, start, 0)
+
+        return jax.tree.map(write, logprobs, block(start, jax.tree.map(read, logprobs)))
+
+    return fori_loop(0, -(-count // size), step, none)
 
 
 def position_logprobs(
@@ -141,31 +221,24 @@ def position_logprobs(
     """
     num_tokens, size = len(hidden), min(BLOCK, len(hidden))
     row = batch.row_of_token
-    is_requested = (
-        (draws & (batch.features & int(SamplerFeature.LOGPROBS) != 0)).at[row].get(mode="clip")
-    )
+    is_requested = (draws & (batch.features & _LOGPROBS != 0)).at[row].get(mode="clip")
     is_last = batch.sample_index.at[row].get(mode="clip") == jnp.arange(num_tokens)
     drawn = token_ids.at[row].get(mode="clip")
     targets = jnp.where(is_requested & is_last, drawn, batch.targets)
     none = no_logprobs(num_tokens, columns.vocab_size, logits.dtype)
+    score = _scores(jnp.any(batch.features & (_ALTERNATIVES | _PROMPT_ALTERNATIVES) != 0))
 
-    def block(index: Array, logprobs: DeviceLogprobs) -> DeviceLogprobs:
-        # The last block starts earlier if necessary, for reading and for writing.
-        start = index * size
+    def block(start: Array, before: DeviceLogprobs) -> DeviceLogprobs:
         here = lax.dynamic_slice_in_dim(targets, start, size)
-
-        def put(old: Array, part: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(old, part, start, 0)
 
         def scored() -> DeviceLogprobs:
             part = project(lax.dynamic_slice_in_dim(hidden, start, size))
-            new = columns.by_rows(logprobs_of, part, here)
-            return jax.tree.map(put, logprobs, new)
+            return columns.by_rows(score, part, here)
 
-        return cond(jnp.any(here >= 0), scored, lambda: logprobs)
+        return cond(jnp.any(here >= 0), scored, lambda: before)
 
     return cond(
         jnp.any(targets >= 0),
-        lambda: fori_loop(0, -(-num_tokens // size), block, none),
+        lambda: _in_blocks(num_tokens, size, block, none),
         lambda: none,
     )

@@ -32,6 +32,7 @@ class InFlight:
     bucket: Bucket
     num_logprobs: Int32[np.ndarray, " R"] | None  # requested alternatives, None without requests
     has_positions: bool  # whether log-probabilities are by token instead of by row
+    has_alternatives: bool  # whether a row requests alternatives
     submitted: float  # time.perf_counter at submission
     logits: jax.Array | None = None  # of each row's sampled token, if the host scores one
     # Log-probabilities of prompts that the host has computed, by row.
@@ -61,13 +62,26 @@ class InFlight:
             return token_ids, ok, None
         # A vocabulary that is sharded over devices has padding at its end.
         logits = None if self.logits is None else np.asarray(self.logits)[:, :vocab_size]
-        logprobs = None
-        if self.output.logprobs is not None:
-            logprobs = TokenLogprobs(*(np.asarray(leaf) for leaf in self.output.logprobs))
+        logprobs, of_step = self._logprobs()
         tokens = self.plan.num_tokens if self.has_positions else np.ones(num_rows, np.int32)
         ends = np.cumsum(tokens)
-        results = StepLogprobs(self.num_logprobs, ends, logprobs, logits, self.prompts)
-        return token_ids, ok, results
+        return (
+            token_ids,
+            ok,
+            StepLogprobs(self.num_logprobs, ends, logprobs, logits, self.prompts, of_step),
+        )
+
+    def _logprobs(self) -> tuple[TokenLogprobs | None, int]:
+        # The log-probabilities of all steps one after another, and the number of a step.
+        if self.output.logprobs is None:
+            return None, 0
+        tokens, others = self.output.logprobs[:2], self.output.logprobs[2:]
+        columns = [np.asarray(leaf).reshape(-1) for leaf in tokens]
+        if self.has_alternatives:
+            columns += [np.asarray(leaf).reshape(-1, leaf.shape[-1]) for leaf in others]
+        else:  # they stay on the device
+            columns += [np.zeros((len(columns[0]), 0), leaf.dtype) for leaf in others]
+        return TokenLogprobs(*columns), tokens[0].shape[-1]
 
 
 def score_prompts(

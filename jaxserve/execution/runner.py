@@ -50,6 +50,7 @@ SetRows = Callable[[jax.Array, np.ndarray, np.ndarray], jax.Array]
 _EDITS, _ALLOWED = int(SamplerFeature.EDITS), int(SamplerFeature.ALLOWED)
 _SCORES, _LOGITS = int(SamplerFeature.SCORES), int(SamplerFeature.LOGITS)
 _PROMPT_LOGPROBS = int(SamplerFeature.PROMPT_LOGPROBS)
+_ALTERNATIVES = int(SamplerFeature.ALTERNATIVES | SamplerFeature.PROMPT_ALTERNATIVES)
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,29 @@ class Runner:
 
     @property
     def num_compiles(self) -> int:
-        """Number of programs that JAX has compiled since the start of this engine began."""
+        """Number of programs that JAX has compiled since the start of this engine began.
+
+        After `count_compiles_of` other threads, such as those of a trainer, do not count.
+        """
         return self._counter.num_compiles
+
+    def count_compiles_of(self, thread: int) -> None:
+        """Count only the compilations of a thread from now on, the one that submits launches."""
+        self._counter.thread = thread
+
+    @property
+    def leaves(self) -> list[jax.Array]:
+        """The model's arrays, in the order in which programs take them."""
+        return self._leaves
+
+    def replace_leaves(self, leaves: list[jax.Array]) -> None:
+        """Use other arrays from the next launch on, of the same shapes. Thread-safe.
+
+        Args:
+            leaves: the arrays, in the order in which programs take them.
+        """
+        with self._turn:
+            self._leaves = leaves
 
     @property
     def max_steps(self) -> int:
@@ -172,6 +194,28 @@ class Runner:
         """
         with self._turn:
             self._state = release(self._state, error)
+            self.expert_rows.start_anew()
+            self._state = self._make_state()
+
+    def sleep(self, level: int) -> None:
+        """Free the device state, and the weights of a GPU, until `wake_up`. Thread-safe.
+
+        Args:
+            level: 1 to keep the weights, in the host's memory if the device is a GPU. 2 to drop
+                them.
+        """
+        with self._turn:
+            self._state = release(self._state, None)
+            self._leaves = [] if level == 2 else _in_memory(self._leaves, "pinned_host")
+
+    def wake_up(self, leaves: list[jax.Array] | None = None) -> None:
+        """Create an empty device state, and place the weights again. Thread-safe.
+
+        Args:
+            leaves: the model's arrays, or None for those that `sleep` kept.
+        """
+        with self._turn:
+            self._leaves = _in_memory(self._leaves, "device") if leaves is None else leaves
             self.expert_rows.start_anew()
             self._state = self._make_state()
 
@@ -214,7 +258,7 @@ class Runner:
             The seconds, or infinity without a run if the runner is closed or must be reset.
         """
         with self._turn:
-            if self._state is None:  # closed, or about to be reset
+            if self._state is None or not self._leaves:  # closed, asleep, or about to be reset
                 return float("inf")
             jax.block_until_ready(self._state)
             started = time.perf_counter()
@@ -290,10 +334,12 @@ class Runner:
         if rows is not None:
             rows.copy_to_host_async()
         has_positions = scores or not (bucket.decode_only or bucket.keeps_logits)
-        step = InFlight(plan, output, bucket, None, has_positions, submitted, expert_rows=rows)
+        has_others = any_features & _ALTERNATIVES != 0
+        kinds = has_positions, has_others, submitted
+        step = InFlight(plan, output, bucket, None, *kinds, expert_rows=rows)
         if not any_features & _SCORES:
             return step
-        for leaf in output.logprobs or ():
+        for leaf in (output.logprobs or ())[: None if has_others else 2]:
             leaf.copy_to_host_async()
         if logits is not None:
             logits.copy_to_host_async()
@@ -357,6 +403,13 @@ class Runner:
             self._state = None
         self._leaves, self._steps, self._samplers, self._set_allowed = [], {}, {}, {}
         self._load_slot = self._set_rows = self._make_state = _closed
+
+
+def _in_memory(leaves: list[jax.Array], kind: str) -> list[jax.Array]:
+    """Return arrays of a GPU in another of its memories, and arrays of a CPU as they are."""
+    if not leaves or next(iter(leaves[0].devices())).platform == "cpu":
+        return leaves
+    return [jax.device_put(leaf, leaf.sharding.with_memory_kind(kind)) for leaf in leaves]
 
 
 def _closed(*_: Any) -> Any:

@@ -137,7 +137,8 @@ class StepOutput:
     # [R], or [most steps, R] for a launch of several steps. NO_TOKEN if logits were not finite or
     # excluded all tokens.
     token_ids: Int32[Array, "*steps R"]
-    logprobs: DeviceLogprobs | None  # of each token's successor, where requested; None if greedy
+    # Of each token's successor, where requested. None if greedy.
+    logprobs: DeviceLogprobs | None
     # For each row's last token, and for all tokens, if a sampler follows the launch.
     logits: Float[Array, "R V"] | None = None
     hidden: Float[Array, "T D"] | None = None

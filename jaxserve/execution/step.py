@@ -308,7 +308,7 @@ def decode_steps(
 
     Returns:
         The new state and the output. `token_ids` is [most, R], defined for the steps in which a row
-        was active. `logprobs` is from the last step.
+        was active. The arrays of `logprobs` have the same first axes.
     """
     layout = options.get("layout")
     state, page_table = with_new_pages(state, batch, layout)
@@ -316,10 +316,10 @@ def decode_steps(
     null_slot = state.last_token.shape[0] - 1
     shapes = jax.eval_shape(step, leaves, state, batch, page_table=page_table)[1]
     none = jnp.full((most, *shapes.token_ids.shape), NO_TOKEN, jnp.int32)
-    logprobs = jax.tree.map(_zeros, shapes.logprobs)
+    logprobs = jax.tree.map(partial(_zeros, most), shapes.logprobs)
 
     def take(carry: Launch) -> Launch:
-        done, active, state, token_ids, _ = carry
+        done, active, state, token_ids, logprobs = carry
         length = batch.kv_len + done
         now = replace(
             batch,
@@ -335,7 +335,8 @@ def decode_steps(
         is_last = is_stop & (length >= batch.min_length) | (length + 1 >= batch.stop_length)
         active &= (output.token_ids != NO_TOKEN) & ~is_last
         written = token_ids.at[done].set(output.token_ids)
-        return done + 1, active, state, written, output.logprobs
+        logprobs = jax.tree.map(partial(_with_step, done), logprobs, output.logprobs)
+        return done + 1, active, state, written, logprobs
 
     def goes_on(carry: Launch) -> Bool[Array, ""]:
         done, active = carry[:2]
@@ -344,8 +345,7 @@ def decode_steps(
     active = batch.slots != null_slot
     start = (jnp.int32(0), active, state, none, logprobs)
     _, _, state, token_ids, logprobs = lax.while_loop(goes_on, take, start)
-    rows = state.expert_rows
-    return state, StepOutput(token_ids=token_ids, logprobs=logprobs, expert_rows=rows)
+    return state, StepOutput(token_ids, logprobs, expert_rows=state.expert_rows)
 
 
 def _traced_once(
@@ -356,5 +356,11 @@ def _traced_once(
     return jax.jit(partial(_take_step, graphdef, treedef, **options), inline=True)
 
 
-def _zeros(leaf: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(leaf.shape, leaf.dtype)
+def _with_step(
+    number: Int32[Array, ""], steps: Float[Array, "steps ..."], step: Float[Array, ...]
+) -> Array:
+    return lax.dynamic_update_slice_in_dim(steps, step[None], number, 0)
+
+
+def _zeros(steps: int, leaf: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros((steps, *leaf.shape), leaf.dtype)

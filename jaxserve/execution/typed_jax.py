@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
@@ -77,19 +78,21 @@ def devices() -> list[Device]:
 
 
 class CompileCounter:
-    """Counts the programs that JAX compiles in this process.
+    """Counts the programs that JAX compiles in this process, or on one of its threads.
 
     Attributes:
         num_compiles: the number of compilations since the counter was created.
+        thread: identifier of the only thread whose compilations are counted, or None for all.
     """
 
     def __init__(self) -> None:
         self.num_compiles = 0
+        self.thread: int | None = None
         self._listener: Any = self._on_event
         jax.monitoring.register_event_duration_secs_listener(self._listener)
 
     def _on_event(self, event: str, duration: float, /, **_: Any) -> None:
-        if event == _COMPILE_EVENT:
+        if event == _COMPILE_EVENT and self.thread in (None, threading.get_ident()):
             self.num_compiles += 1
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ from pallas_kernels import (
     latent_write,
     merge_parts,
     quantized_latent_write,
+    sigmoid,
 )
 
 if TYPE_CHECKING:
@@ -94,6 +95,9 @@ class LatentAttention(nnx.Module):
         self.out = weight(rngs, (heads, latent.value, embed), axes, dtype, contract=2)
         self.down_bias = constant(0.0, (joint,), ("latent",), dtype) if biased else None
         self.out_bias = constant(0.0, (embed,), ("embed",), dtype) if biased else None
+        axes = ("embed", "kv_heads", "group")
+        is_gated = traits.gated == "heads"
+        self.head_gate = weight(rngs, (embed, heads, 1), axes, dtype) if is_gated else None
 
     def __call__(
         self, x: Float[Array, "T D"], cos_sin: CosSin | None, step: PagedStep, kv: LatentPages
@@ -115,6 +119,10 @@ class LatentAttention(nnx.Module):
         kv = self._written(x, cos_sin, step, kv)
         attended = self._attend(query, kv, step)
         attended = _by_head(attended, self.value_up[...], step.others)
+        if self.head_gate is not None:
+            exact = accumulator(x.dtype)
+            gate = sigmoid(matmul(x, self.head_gate[...]).astype(exact))
+            attended = (attended.astype(exact) * gate).astype(x.dtype)
         out, bias = self.out[...], value_of(self.out_bias)
         return matmul(attended, out, contract=2, bias=bias, split=self.split), kv
 

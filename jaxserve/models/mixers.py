@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxserve.models.attention import Attention
+from jaxserve.models.channel_delta import ChannelDelta
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.family import FamilyTraits
 from jaxserve.models.latent import LatentAttention
@@ -125,6 +126,7 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         "conv": Mixer("conv", _recurrent(ShortConv), _advance, has_states=True),
         "mamba2": Mixer("mamba", _recurrent(Mamba2), _advance, has_states=True),
         "delta": Mixer("delta", _recurrent(GatedDelta), _advance, has_states=True),
+        "channel_delta": Mixer("delta", _recurrent(ChannelDelta), _advance, has_states=True),
     }
 )
 """Kinds of mixers by the names in `LayerTable.mixers`."""

@@ -50,6 +50,7 @@ PROJECTIONS: Mapping[LogicalAxes, int] = MappingProxyType(
         # Latent attention, and experts in fewer dimensions.
         ("embed", "latent"): 1,
         ("latent", "embed"): 1,
+        ("latent", "mlp"): 1,
         ("latent", "kv_heads", "head_dim"): 1,
         ("embed", "kv_heads", "head_dim"): 1,
         ("kv_heads", "head_dim", "embed"): 2,

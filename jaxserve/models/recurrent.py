@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # All layers call these jitted functions, so a larger program traces each once.
 _STATIC = ("options", "one_token", "implementation")
 _causal_conv = jax.jit(causal_conv, static_argnames=_STATIC)
-_conv_recurrence = jax.jit(conv_recurrence, static_argnames=_STATIC)
+conv_recurrence_of_layers = jax.jit(conv_recurrence, static_argnames=_STATIC)
 
 
 class ShortConv(nnx.Module):
@@ -121,7 +121,7 @@ class GatedDelta(nnx.Module):
         gates = matmul(x, self.gates[...]).reshape(len(x), 2, heads)
         weights = ConvWeights(self.taps[...][:, 0])
         operands = mixed, gates, states, weights, self.constants[...], step.state_rows
-        y, states = _conv_recurrence(
+        y, states = conv_recurrence_of_layers(
             *operands,
             options=sizes,
             one_token=step.decode_only,
@@ -203,7 +203,7 @@ class Mamba2(nnx.Module):
         )
         weights = ConvWeights(self.taps[...][:, 0], taps_bias)
         operands = mixed, steps, states, weights, self.constants[...], step.state_rows
-        y, states = _conv_recurrence(
+        y, states = conv_recurrence_of_layers(
             *operands,
             options=sizes,
             one_token=step.decode_only,

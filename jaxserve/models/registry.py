@@ -35,8 +35,10 @@ from jaxserve.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from jaxserve.models.families.gpt_oss import GPT_OSS
 from jaxserve.models.families.granite import GRANITE
 from jaxserve.models.families.hunyuan import HUNYUAN
+from jaxserve.models.families.kimi_linear import KIMI_LINEAR
 from jaxserve.models.families.laguna import LAGUNA
 from jaxserve.models.families.lfm2 import LFM2
+from jaxserve.models.families.ling import LING
 from jaxserve.models.families.llama import LLAMA
 from jaxserve.models.families.mamba2 import MAMBA2
 from jaxserve.models.families.mimo import MIMO
@@ -102,6 +104,8 @@ FAMILIES = (
     NANOCHAT,
     MIMO,
     FLEX_OLMO,
+    KIMI_LINEAR,
+    LING,
 )
 # Architectures by their names in config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(

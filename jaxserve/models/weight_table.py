@@ -11,7 +11,12 @@ from types import EllipsisType
 import numpy as np
 
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.config.recurrent import GatedDeltaSizes, Mamba2Sizes, ShortConvSizes
+from jaxserve.models.config.recurrent import (
+    ChannelDeltaSizes,
+    GatedDeltaSizes,
+    Mamba2Sizes,
+    ShortConvSizes,
+)
 
 Index = tuple[int | slice | EllipsisType, ...]
 
@@ -178,6 +183,8 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
         sizes |= {"Qkv": channels, "Vals": values, "Fused": channels + values, "Out": delta.outputs}
         sizes |= {"Heads": delta.heads, "Keys": delta.groups, "Per": delta.heads // delta.groups}
         sizes |= {"Query": delta.parts[0]}
+    if isinstance(delta, ChannelDeltaSizes):
+        sizes |= {"Inputs": delta.inputs, "Rank": delta.rank or 0, "Unit": 1, "Single": 1}
     if (experts := config.experts) is not None:
         sizes |= {"E": experts.count, "M": experts.size, "S": experts.shared, "Lat": experts.latent}
     if (latent := config.latent) is not None:

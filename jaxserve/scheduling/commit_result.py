@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.request import FinishReason
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slot_table import SlotTable
@@ -16,12 +19,26 @@ from jaxserve.scheduling.slot_table import SlotTable
 class StepResult:
     """The effects of one committed launch: its new tokens, and the sequences that ended."""
 
-    # The sequence of each token in `token_ids`. After a launch of several steps, a sequence occurs
-    # several times in succession.
-    sequences: list[Sequence]
-    token_ids: list[int]
+    sequences: list[Sequence]  # the sequences of the N rows that keep at least one token
+    tokens: np.ndarray  # int32, the tokens of the first row, then of the second, and so on
+    # int32[N], the number of tokens of each row, or None if it is one for each.
+    counts: np.ndarray | None
     finished: list[Sequence]  # sequences that ended. They have a finish_reason and no slot.
-    drawn: np.ndarray  # bool[R], the rows of the plan that the tokens belong to
+    drawn: np.ndarray  # bool[R], the N rows of the plan that the tokens belong to
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """`tokens` as a list, for receivers of single tokens."""
+        return self.tokens.tolist()
+
+    def rows(self) -> Iterator[tuple[Sequence, int, int]]:
+        """Yield the sequence of each of the N rows, with the range of its tokens in `tokens`."""
+        num_rows = len(self.sequences)
+        ends = range(1, num_rows + 1) if self.counts is None else self.counts.cumsum().tolist()
+        first = 0
+        for sequence, end in zip(self.sequences, ends, strict=True):
+            yield sequence, first, end
+            first = end
 
 
 class DrawnTokens(NamedTuple):
@@ -109,3 +126,23 @@ def _draws_of_several(
         (lasts[stop_step, rows] & ends)[drawn],
         current & ~ends,
     )
+
+
+def end_sequences(table: SlotTable, plan: LaunchPlan, draws: DrawnTokens) -> list[Sequence]:
+    """Set the finish_reason of the sequences that a launch ends, and return these sequences.
+
+    Their tokens are in the slot table already, and they still have their slots.
+    """
+    finished: list[Sequence] = []
+    last = draws.is_last.nonzero()[0]
+    for slot, is_stop in zip(draws.slots[last].tolist(), draws.is_stop[last].tolist(), strict=True):
+        sequence = table.sequences[slot]
+        if is_stop:
+            sequence.stop_token = int(table.tokens[slot, table.num_known[slot] - 1])
+        sequence.finish_reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
+        finished.append(sequence)
+    for slot in () if draws.failed is None else plan.slots[draws.failed].tolist():
+        sequence = table.sequences[slot]
+        sequence.finish_reason = FinishReason.ERROR
+        finished.append(sequence)
+    return finished

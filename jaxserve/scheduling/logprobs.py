@@ -32,6 +32,12 @@ class TokenLogprobs(NamedTuple):
         places = np.arange(1, self.top_ids.shape[1] + 1, dtype=np.int32)
         return np.tile(places, (len(self.top_ids), 1))
 
+    def first(self, count: int) -> TokenLogprobs:
+        """Return a view of the first `count` of the N tokens."""
+        return TokenLogprobs(
+            *(None if column is None else column[:count] for column in self)  # pyright: ignore
+        )
+
     def part(self, rows: slice, width: int) -> TokenLogprobs:
         """Return a copy of some of the N tokens, with at most `width` alternatives each.
 
@@ -116,27 +122,85 @@ class StepLogprobs(NamedTuple):
     # probabilities.
     widths: np.ndarray
     ends: np.ndarray  # int32[R], for each row the position after its last element in `logprobs`
-    # T elements, one for the successor of each token of the step. R elements, one for the sampled
-    # token of each row, if no row requests prompt scores. None if no row requests any.
+    # T elements, one for the successor of each token of the step. R elements for each step, one for
+    # the sampled token of each row, if no row requests prompt scores. None if no row requests any.
     logprobs: TokenLogprobs | None
     # float[R, V], the logits of each row's sampled token if the host scores them.
     logits: np.ndarray | None = None
     # The log-probabilities of prompt tokens that the host computed, by row.
     prompts: Mapping[int, TokenLogprobs] = MappingProxyType({})
+    of_step: int = 0  # the elements of `logprobs` of each step of a launch
 
-    def of_draws(self, drawn: np.ndarray) -> list[TokenLogprobs | None]:
-        """Return for each sampled token its log-probabilities, or None if its row requests none.
+    def of_draws(self, drawn: np.ndarray, counts: np.ndarray | None) -> DrawLogprobs:
+        """Return the log-probabilities of the sampled tokens that sequences keep.
 
         Args:
-            drawn: bool[R], the rows that sampled a token.
+            drawn: bool[R], the rows that keep a token.
+            counts: int[N], the tokens that each of these N rows keeps. None if it is one for each.
         """
-        rows, logprobs = np.flatnonzero(drawn), self.logprobs
-        if logprobs is None:
-            return [None] * len(rows)
-        return [
-            logprobs.part(slice(end - 1, end), width) if width >= 0 else None
-            for end, width in zip(self.ends[rows].tolist(), self.widths[rows].tolist(), strict=True)
-        ]
+        rows = np.flatnonzero(drawn)
+        where = self.ends[rows] - 1
+        if counts is not None:
+            firsts = (counts.cumsum() - counts).repeat(counts)
+            steps = np.arange(len(firsts)) - firsts
+            where = where.repeat(counts) + steps * self.of_step
+        return DrawLogprobs(self.logprobs, where, self.widths[rows].tolist())
+
+
+class DrawLogprobs:
+    """The log-probabilities of the tokens of a launch that sequences keep, row by row.
+
+    Args:
+        logprobs: the log-probabilities of the launch, or None if no row requests any from the
+            device.
+        where: int[tokens], the place of each token in `logprobs`.
+        widths: the number of alternatives that each row requests, -1 without a request.
+
+    Attributes:
+        by_host: the log-probabilities of the rows that the host has scored, by the number of the
+            row.
+    """
+
+    def __init__(
+        self, logprobs: TokenLogprobs | None, where: np.ndarray, widths: list[int]
+    ) -> None:
+        self.by_host: dict[int, TokenLogprobs] = {}
+        self._logprobs = logprobs
+        self._where = where
+        self._places: list[int] = where.tolist()
+        self._widths = widths
+        self._gathered: TokenLogprobs | None = None
+
+    def of_token(self, row: int, token: int) -> TokenLogprobs | None:
+        """Return a copy of the log-probabilities of one token, or None without a request.
+
+        Args:
+            row: the number of the row among the rows that keep tokens.
+            token: the number of the token among the tokens of all rows.
+        """
+        width, place = self._widths[row], self._places[token]
+        if self._logprobs is None or width < 0:
+            return self.by_host.get(row)
+        return self._logprobs.part(slice(place, place + 1), width)
+
+    def of_row(self, row: int, first: int, last: int) -> TokenLogprobs | None:
+        """Return the log-probabilities of all tokens of a row, or None without a request.
+
+        Args:
+            row: see `of_token`.
+            first, last: the range of the row's tokens among the tokens of all rows.
+        """
+        width = self._widths[row]
+        if self._logprobs is None or width < 0:
+            return self.by_host.get(row)
+        if self._gathered is None:  # once for all rows
+            columns = (column[self._where] for column in self._logprobs[:4])
+            self._gathered = TokenLogprobs(*columns)
+        logprob, rank, ids, values = self._gathered[:4]
+        tokens = slice(first, last)
+        return TokenLogprobs(
+            logprob[tokens], rank[tokens], ids[tokens, :width], values[tokens, :width]
+        )
 
 
 class PromptLogprobs:

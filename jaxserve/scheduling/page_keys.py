@@ -50,6 +50,8 @@ class PageKeys:
 
     def __init__(self, max_tokens: int, page_size: int, secret: bytes | None = None) -> None:
         self._page_size = page_size
+        # Number of the weights. Prefixes under different weights have different keys.
+        self.serial = 0
         pages = -(-max_tokens // page_size)
         fixed = LANES * LANES + LANES
         secret = os.urandom(SECRET_BYTES) if secret is None else secret
@@ -66,8 +68,9 @@ class PageKeys:
             tokens: i32[n], the tokens from the start of the sequence.
         """
         start = self._start
-        if salt:
-            words = np.frombuffer(blake2b(salt.encode(), digest_size=16).digest(), "<u4")
+        if salt or self.serial:
+            label = f"{salt}\0{self.serial}" if self.serial else salt
+            words = np.frombuffer(blake2b(label.encode(), digest_size=16).digest(), "<u4")
             start = start + (self._of_salt * words).sum(axis=1)
         pages = len(tokens) // self._page_size
         if not pages:

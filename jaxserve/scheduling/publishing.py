@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from jaxserve.scheduling.page_index import StoredPages
@@ -46,6 +48,19 @@ class Publisher:
                 sequence.request.cache_salt, sequence.token_ids
             )
         return sequence.prefix_keys
+
+    def begin_weights(self, waiting: Iterable[Sequence]) -> None:
+        """Clear the prefix cache, and give later prefixes other keys, because the weights changed.
+
+        Running sequences keep their pages, which no later sequence shares.
+
+        Args:
+            waiting: the waiting sequences, whose keys are computed again.
+        """
+        self.pool.clear_cache()
+        self.page_keys.serial += 1
+        for sequence in waiting:
+            sequence.prefix_keys = None
 
     def note(
         self, plan: LaunchPlan, valid: np.ndarray, running: np.ndarray, ending: np.ndarray

@@ -16,13 +16,14 @@ import numpy as np
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import FinishReason, SamplerFeature
 from jaxserve.scheduling import budget as budgets
-from jaxserve.scheduling.commit_result import StepResult, draws_of
+from jaxserve.scheduling.commit_result import StepResult, draws_of, end_sequences
 from jaxserve.scheduling.page_keys import WORDS
 from jaxserve.scheduling.page_kinds import most_pages, steady_pages
 from jaxserve.scheduling.page_pool import CachedPrefix, PagePool
 from jaxserve.scheduling.plan import LaunchPlan
 from jaxserve.scheduling.publishing import Publisher
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+from jaxserve.scheduling.siblings import SharedPrompts
 from jaxserve.scheduling.slot_table import SlotTable, check_invariants, flat_ranges
 from jaxserve.scheduling.snapshots import StateSaver
 from jaxserve.scheduling.waiting import WaitingQueue
@@ -219,7 +220,7 @@ class Scheduler:
         if table.num_guided and (is_waiting := budgets.awaits_token(table, running)).any():
             remaining[is_waiting], max_steps = 0, min(max_steps, budgets.BESIDE_WAITING)
         slots = running[remaining > 0]
-        alone = table.is_guided[slots] | (table.features[slots] & SamplerFeature.SCORES)
+        alone = table.is_guided[slots] | (table.features[slots] & SamplerFeature.LOGITS)
         if not len(slots) or alone.any():
             return None
         if (length[remaining > 0] - table.num_computed[slots] != 1).any():
@@ -316,6 +317,7 @@ class Scheduler:
             `take` and `total` with the new rows, in rank order.
         """
         budget = self.max_num_batched_tokens - total
+        prompts = SharedPrompts(self.slots, self._running, self.enable_prefix_caching)
         slots: list[int] = []
         counts: list[int] = []
         while budget > 0 and self.slots.num_free:
@@ -323,6 +325,9 @@ class Scheduler:
             sequence = self.waiting.peek()
             if sequence is None or num_running >= self.max_running:
                 break
+            if prompts.awaits(sequence):
+                self.waiting.set_aside()
+                continue
             if sequence.blocked_at == self.pool.num_changes and num_running:
                 break
             matched = self._cached_prefix(sequence)
@@ -337,17 +342,19 @@ class Scheduler:
             cached = num_hits * self.pool.page_size
             count = min(num_known - cached, budget, self.max_row_tokens, room)
             slot = self._place(sequence, hits, cached, cached + count)
+            prompts.add(sequence, cached)
             self.windows.begin(slot, len(matched.blocks[0]))
             if self.states is not None:
                 self.states.begin(slot, hits[0], len(matched.blocks[0]))
             slots.append(slot)
             counts.append(count)
             budget -= count
+        self.waiting.restore()
         if not slots:
             return take, total
         self._running = np.concatenate([self._running, np.array(slots, np.intp)])
         take = np.concatenate([take, np.array(counts, np.int32)])
-        if self.waiting.by_priority:
+        if self.waiting.by_priority or prompts.were_considered:
             ranks = [self.waiting.rank(sequence) for sequence in self.running_sequences()]
             order = sorted(range(len(ranks)), key=ranks.__getitem__)
             self._running, take = self._running[order], take[order]
@@ -436,7 +443,7 @@ class Scheduler:
         table = self.slots
         current = table.generation[plan.slots] == plan.generations
         draws = draws_of(table, plan, token_ids, ok, current)
-        owners = slots = draws.slots
+        slots = draws.slots
         if draws.counts is None:
             table.put_tokens(slots, draws.length - 1, draws.tokens)
         else:
@@ -444,29 +451,17 @@ class Scheduler:
             table.put_tokens(owners, where, draws.tokens)
         table.num_known[slots] = draws.length
         valid = current if draws.failed is None else current & ~draws.failed
-        last = draws.is_last.nonzero()[0]
-        ending = slots[last]
-        self.publisher.note(plan, valid, self._running, ending)
+        self.publisher.note(plan, valid, self._running, slots[draws.is_last])
         if self.states is not None:
             self.states.settle(self.states.pending_slots)
         if self.windows.kinds and self.windows.is_due(plan):
             self._give_back(plan.slots[valid])
-        sequences = table.sequences[owners].tolist()
-        finished: list[Sequence] = []
-        for slot, is_stop in zip(ending.tolist(), draws.is_stop[last].tolist(), strict=True):
-            sequence = table.sequences[slot]
-            if is_stop:
-                sequence.stop_token = int(table.tokens[slot, table.num_known[slot] - 1])
-            sequence.finish_reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
-            finished.append(sequence)
-        for slot in () if draws.failed is None else plan.slots[draws.failed].tolist():
-            sequence = table.sequences[slot]
-            sequence.finish_reason = FinishReason.ERROR
-            finished.append(sequence)
+        sequences = table.sequences[slots].tolist()
+        finished = end_sequences(table, plan, draws)
         if finished:
             # `note` has published the pages of all that ended well.
             self._vacate([sequence.slot for sequence in finished], draws.failed is None)
-        return StepResult(sequences, draws.tokens.tolist(), finished, draws.drawn)
+        return StepResult(sequences, draws.tokens, draws.counts, finished, draws.drawn)
 
     def _give_back(self, slots: np.ndarray) -> None:
         if len(self.slots.kinds) > 1:

@@ -25,6 +25,8 @@ _NO_STOPS = (NO_TOKEN,) * MAX_STOP_TOKEN_IDS
 # Plain integers, because an operation on an IntFlag takes a microsecond.
 _EDITS, _PROMPT_LOGPROBS = int(SamplerFeature.EDITS), int(SamplerFeature.PROMPT_LOGPROBS)
 _LOGPROBS, _LOGITS = int(SamplerFeature.LOGPROBS), int(SamplerFeature.LOGITS)
+_ALTERNATIVES = int(SamplerFeature.ALTERNATIVES)
+_PROMPT_ALTERNATIVES = int(SamplerFeature.PROMPT_ALTERNATIVES)
 
 
 class SlotTable:
@@ -170,9 +172,11 @@ class SlotTable:
         sampling, stops = request.sampling, request.stop_token_ids
         features = sampling.features
         if self.scores_on_host and features & _LOGPROBS:
-            features ^= _LOGPROBS | _LOGITS
-        if sequence.lacks_prompt_logprobs:
-            features |= _PROMPT_LOGPROBS
+            features = features & ~(_LOGPROBS | _ALTERNATIVES) | _LOGITS
+        prompt = sequence.prompt_logprobs
+        if prompt is not None and not prompt.is_complete:
+            has_alternatives = prompt.width > 0 and not prompt.by_host
+            features |= _PROMPT_LOGPROBS | (_PROMPT_ALTERNATIVES if has_alternatives else 0)
             self.has_prompt_logprobs = True
         self.max_stops = max(self.max_stops, len(stops))
         put_settings(

@@ -34,6 +34,9 @@ class WaitingQueue:
         self._line: deque[_Entry] = deque()
         self._heap: list[_Entry] = []
         self._num_dead = 0
+        self._aside: list[Sequence] = []
+        # Sequences that are not served until `release`. The length does not count them.
+        self.held: set[Sequence] = set()
 
     def __len__(self) -> int:
         return len(self._line) + len(self._heap) - self._num_dead
@@ -68,15 +71,41 @@ class WaitingQueue:
         entry = heapq.heappop(self._heap) if self._jumps_line() else self._line.popleft()
         return entry[-1]
 
+    def set_aside(self) -> None:
+        """Remove the sequence that `peek` has just returned, until `restore` puts it back."""
+        self._aside.append(self.pop())
+
+    def restore(self) -> None:
+        """Put the sequences that were set aside back into their places."""
+        for sequence in self._aside:
+            self.push(sequence)
+        self._aside.clear()
+
     def discard(self, sequence: Sequence) -> None:
         """Remove a waiting sequence that has ended. Its finish_reason must be set."""
         assert sequence.finish_reason is not None
+        if sequence in self.held:
+            self.held.remove(sequence)
+            return
         self._num_dead += 1
         if self._num_dead > 64 and self._num_dead > len(self):
             self._line = deque(entry for entry in self._line if entry[-1].finish_reason is None)
             self._heap = [entry for entry in self._heap if entry[-1].finish_reason is None]
             heapq.heapify(self._heap)
             self._num_dead = 0
+
+    def hold(self, is_held: Callable[[Sequence], bool]) -> None:
+        """Serve the waiting sequences for which `is_held` is True only after `release`."""
+        waiting = [entry for entry in (*self._line, *self._heap) if not entry[-1].finish_reason]
+        self.held.update(entry[-1] for entry in waiting if is_held(entry[-1]))
+        self._line = deque(sorted(entry for entry in waiting if entry[-1] not in self.held))
+        self._heap, self._num_dead = [], 0
+
+    def release(self) -> None:
+        """Serve all sequences again that `hold` has held."""
+        held, self.held = self.held, set()
+        for sequence in held:
+            self.push(sequence)
 
     def rank_anew(self, precedence: Callable[[Sequence], int]) -> None:
         """Give each waiting sequence a new precedence, and sort the queue by it.

@@ -18,13 +18,17 @@ from jaxserve.start.programs.autotuning import programs_folder
 from jaxserve.start.programs.fingerprint import host_facts
 from jaxserve.start.report import StartReport, Timeline
 from jaxserve.start.sources.find import find_source
+from jaxserve.start.sources.source import Source
 from jaxserve.text.generation_config import default_sampling
 
 _log = logging.getLogger(__name__)
 
 
 def load(
-    config: EngineConfig, on_progress: OnProgress | None = None, root: Path = Path("/")
+    config: EngineConfig,
+    on_progress: OnProgress | None = None,
+    root: Path = Path("/"),
+    source: Source | None = None,
 ) -> Loaded:
     """Start an engine: find the model, plan, place the weights, and compile the programs.
 
@@ -35,6 +39,7 @@ def load(
         config: the settings.
         on_progress: called with (stage, done, total).
         root: root of the file system with the files that show the host's free memory.
+        source: source of the model, or None to find the model that the settings name.
 
     Returns:
         The parts of the engine.
@@ -50,7 +55,7 @@ def load(
             "allowed: 0, or jaxserve serve --headless",
             "node_rank",
         )
-    begun = begin(config, on_progress, root)
+    begun = begin(config, on_progress, root, source)
     sampling, limits = default_sampling(begun.source.generation_config), begun.limits()
     start, timeline = begun.warm_up, begun.warm_up.report.timeline
     with timeline.span("programs"):
@@ -64,7 +69,12 @@ def load(
     return begun.loaded(runner, behind, limits, sampling)
 
 
-def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> Begun:
+def begin(
+    config: EngineConfig,
+    on_progress: OnProgress | None,
+    root: Path,
+    source: Source | None = None,
+) -> Begun:
     """Plan a start and place the weights, after all hosts of the engine have connected.
 
     The programs are not all compiled yet. Arguments and errors are those of `load`.
@@ -78,7 +88,7 @@ def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> B
     timeline = report.timeline
     timeline.begin()
     with timeline.span("read the configuration"):
-        source = find_source(config, on_progress)
+        source = find_source(config, on_progress) if source is None else source
     group = open_group(config, read_secret(config.nodes_secret, "nodes_secret"))
     with timeline.span("plan the start and open the device"):
         plan = plan_on_this_device(config, source, root)
@@ -91,5 +101,6 @@ def begin(config: EngineConfig, on_progress: OnProgress | None, root: Path) -> B
     source = source.without_vocabulary()
     with report.stage("weights"):
         warm_up, placed = place_and_begin(source, plan, directory, report, group, on_progress)
+        source = source.released()
         return_memory()  # programs and the cache need the memory that reading has freed
     return Begun(source, tokenizer, warm_up, placed, group)

@@ -33,10 +33,10 @@ _MISSING = {
     "bert": "WordPiece",
     "rwkv": "RWKV's greedy search for the longest token",
     "plamo2": "PLaMo-2's search for the best path",
-    "gemma4": "merges of characters with bytes to fall back on",
     "hybriddna": "merges beside words of DNA",
     "whitespace": "whole words between blanks",
 }
+_MERGED = ("gpt2", "gemma4")  # kinds with a list of merges
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types that are recognized as whole texts
 _WHOLE = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _PER_TOKEN = ("tokens", "scores", "token_type")
@@ -88,15 +88,17 @@ def _tokenizer(metadata: Mapping[str, Any], vocab_size: int | None) -> PlainToke
     types, split = _types(metadata, tokens, kind), _split(metadata) if kind == "gpt2" else None
     names = _special(metadata, tokens)
     whole = [token for token, token_type in zip(tokens, types, strict=True) if token_type in _WHOLE]
-    merges = metadata.get("tokenizer.ggml.merges") if kind == "gpt2" else ()
+    merges = metadata.get("tokenizer.ggml.merges") if kind in _MERGED else ()
     if merges is None:
         raise CheckpointError(
-            'tokenizer.ggml.merges is missing, which a vocabulary of model "gpt2" needs'
+            f'tokenizer.ggml.merges is missing, which a vocabulary of model "{kind}" needs'
         )
     # Vocabularies with scores have no merges, so all prefixes of every token are looked up.
-    check_listed_words(tokens, whole if kind == "gpt2" else tokens, len(merges), vocab_size)
+    check_listed_words(tokens, whole if kind in _MERGED else tokens, len(merges), vocab_size)
     if split is not None:
         backend = _byte_level(merges, tokens, types, split)
+    elif kind == "gemma4":
+        backend = _in_characters(merges, tokens, names.get("unk_token"))
     else:
         backend, tokens = _with_scores(metadata, tokens, names.get("unk_token"))
     begins = split is None or split.begins
@@ -124,19 +126,19 @@ def _tokenizer(metadata: Mapping[str, Any], vocab_size: int | None) -> PlainToke
 
 
 def _kind(metadata: Mapping[str, Any]) -> str:
-    """Return the kind of a GGUF file's vocabulary: "gpt2" (byte-level) or "llama"
-    (SentencePiece).
+    """Return the kind of a GGUF file's vocabulary: "gpt2" (byte-level), "llama" (SentencePiece) or
+    "gemma4" (merges of characters).
     """
     kind: Any = metadata.get("tokenizer.ggml.model")
     if kind in _MISSING:
         raise CheckpointError(
             f"tokenizer.ggml.model is {kind!r}, which needs {_MISSING[kind]}, and that is not "
-            "built here; 'gpt2' and 'llama' are"
+            "built here; 'gpt2', 'llama' and 'gemma4' are"
         )
-    if kind not in ("gpt2", "llama") or "tokenizer.ggml.tokens" not in metadata:
+    if kind not in ("llama", *_MERGED) or "tokenizer.ggml.tokens" not in metadata:
         raise CheckpointError(
-            f"tokenizer.ggml.model is {str(kind)[:80]!r}, which is not 'gpt2' or 'llama' with its "
-            "tokens"
+            f"tokenizer.ggml.model is {str(kind)[:80]!r}, which is not 'gpt2', 'llama' or "
+            "'gemma4' with its tokens"
         )
     return kind
 
@@ -200,6 +202,19 @@ def _byte_level(merges: Any, tokens: list[str], types: list[int], split: TextSpl
         ]
     )
     backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _in_characters(merges: Any, tokens: list[str], unknown: str | None) -> Tokenizer:
+    """Return a tokenizer of a BPE vocabulary in characters, which falls back on bytes (Gemma 4)."""
+    vocab = {token: index for index, token in enumerate(tokens)}
+    pairs: Any = [tuple(merge.split(" ", 1)) for merge in merges]
+    backend = Tokenizer(
+        models.BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Replace(" ", _BLANK)
+    steps = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
     return backend
 
 

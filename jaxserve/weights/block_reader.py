@@ -166,7 +166,7 @@ def _skim(entries: Iterable[TensorEntry], stop: Event) -> None:
                 size = min(remaining, entry.num_bytes - start, SKIM_BYTES)
                 if stop.is_set() or not size:
                     return
-                file.skim(entry.shard, entry.offset + start, size, memory)
+                entry.skim(start, size, memory, file)
                 remaining -= size
 
 

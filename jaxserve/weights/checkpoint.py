@@ -12,7 +12,6 @@ from jaxserve.weights.safetensors import (
     MAX_TENSORS,
     Shard,
     TensorEntry,
-    check_unchanged,
     read_header,
 )
 
@@ -30,18 +29,20 @@ class Checkpoint:
         directory: folder of the checkpoint, or a GGUF file.
         whole: the checkpoint holds one model only, as a GGUF file does. Every tensor must be used.
         ignored: tensors and files that the index does not list.
+        is_part: tensors of the model may be missing.
     """
 
     directory: Path
     tensors: Mapping[str, TensorEntry]
     whole: bool = False
     ignored: tuple[str, ...] = ()
+    is_part: bool = False
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if a file of the checkpoint changed after its header was read."""
         shards: set[Shard] = {entry.shard for entry in self.tensors.values()}
         for shard in shards:
-            check_unchanged(shard)
+            shard.check_unchanged()
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:

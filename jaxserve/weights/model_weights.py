@@ -97,11 +97,7 @@ def load_weights(
     values = read_packed(sorted_, parameters, dims, placement, report)
     values |= dict(_read_blocks(matrices, parts, placement, report))
     table = [part for part in sorted_.table if part.path not in parts]
-    straight = panels and mesh is None  # into panels
-    plans = panel_plans(table, entries, dims, parameters, quantization) if straight else {}
-    leave = quantization is not None or mesh is not None or target_device().platform != "cpu"
-    flags = {"check_finite": check_finite, "leave_host": leave, "plans": plans}
-    values |= dict(_read_plain(table, entries, dims, placement, report, flags))
+    values |= dict(read_plain(table, entries, dims, placement, report, check_finite))
     stored.opened.check_unchanged()
     model = filled(model, values)
     set_kv_scales(model, sorted_.kv_scales if kv_scales else {}, mesh)
@@ -128,22 +124,35 @@ def _read_blocks(
         yield path, placed
 
 
-def _read_plain(
+def read_plain(
     table: Sequence[WeightName],
     entries: Mapping[str, TensorEntry],
     dims: Mapping[str, int],
     placement: Placement,
-    report: Callable[[int], None],
-    flags: dict[str, Any],
+    report: Callable[[int], None] = lambda num_bytes: None,
+    check_finite: bool = True,
 ) -> Iterator[tuple[str, Any]]:
     """Read the parameters whose tensors are not quantized, and yield each path and placed value.
 
-    `flags` are the keyword arguments of `read_parameters`.
+    Args:
+        table: the tensor of each part of each parameter.
+        entries: the tensors by name.
+        dims: sizes of the dimensions that the table names.
+        placement: quantizes and places the parameters.
+        report: called with the bytes that were read since its last call.
+        check_finite: refuse NaN and infinity, including overflows of the cast.
+
+    Raises:
+        CheckpointError: see `read_parameters`.
     """
-    parameters = placement.parameters
+    parameters, form, mesh = placement.parameters, placement.form, placement.mesh
+    straight = placement.panels and mesh is None  # into panels
+    plans = panel_plans(table, entries, dims, parameters, form) if straight else {}
+    leave = form is not None or mesh is not None or target_device().platform != "cpu"
     shapes = {path: (leaf.shape, np.dtype(leaf.dtype)) for path, leaf in parameters.items()}
+    flags: Any = {"check_finite": check_finite, "leave_host": leave, "plans": plans}
     for path, array in read_parameters(table, entries, dims, shapes, report, **flags):
-        plan = flags["plans"].get(path)
+        plan = plans.get(path)
         if plan is None:
             value = placement.quantized(path, array)
         else:

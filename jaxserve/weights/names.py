@@ -8,10 +8,10 @@ from itertools import zip_longest
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models import ModelConfig
-from jaxserve.models.weight_table import WeightName, dimensions
+from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.checkpoint import Checkpoint, listed
 from jaxserve.weights.mxfp4 import unpacked
-from jaxserve.weights.safetensors import FLOATS, TensorEntry, read_blocks
+from jaxserve.weights.safetensors import FLOATS, TensorEntry
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,10 @@ def has_own_output(checkpoint: Checkpoint, output: str, embedding: str) -> bool:
 
 
 def match_names(
-    checkpoint: Checkpoint, config: ModelConfig, table: Iterable[WeightName]
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    table: Iterable[WeightName],
+    dims: Mapping[str, int],
 ) -> dict[str, TensorEntry]:
     """Return the checkpoint's entry for every tensor name of the model's table.
 
@@ -88,10 +91,15 @@ def match_names(
     names them, for example another head, or layers after the last one. Unknown tensors of a layer
     or module of the model are an error, because without them the model would compute other results.
 
+    Args:
+        checkpoint: the checkpoint, with the names of the table.
+        config: configuration of the model.
+        table: the tensors of the model.
+        dims: sizes of the dimensions that the table names.
+
     Raises:
         CheckpointError: one error that lists every missing, unexpected and misshapen tensor.
     """
-    dims = dimensions(config)
     expected = {tensor.name: tensor.shape(dims) for tensor in table}
     packed = config.experts is not None and config.experts.packed
     tensors = unpacked(checkpoint.tensors) if packed else checkpoint.tensors
@@ -171,4 +179,4 @@ def _changes(name: str, modules: Set[str], layers: int) -> bool:
 def _same(entry: TensorEntry, other: TensorEntry) -> bool:
     if (entry.dtype, entry.shape) != (other.dtype, other.shape):
         return False
-    return all(a == b for a, b in zip_longest(read_blocks(entry), read_blocks(other)))
+    return all(a == b for a, b in zip_longest(entry.chunks(), other.chunks()))

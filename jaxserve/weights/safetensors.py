@@ -8,7 +8,7 @@ mapped file were truncated.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from io import FileIO
@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +30,7 @@ MAX_HEADER_BYTES = 8 << 20
 # In one checkpoint. The largest model that a config.json may describe has a tenth of it.
 MAX_TENSORS = 1 << 17
 READ_BYTES = 16 << 20
+T = TypeVar("T")
 
 DTYPES: Mapping[str, np.dtype] = MappingProxyType(
     {
@@ -57,6 +58,11 @@ class Shard:
     # Device, inode, size in bytes, time of last change in nanoseconds.
     identity: tuple[int, int, int, int]
 
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file has changed since its header was read."""
+        with os.fdopen(open_regular(self.path), "rb") as file:
+            _check_unchanged(self, file.fileno())
+
 
 class SharedFile:
     """A reader of checkpoint files for several threads that keeps the last file open.
@@ -71,8 +77,17 @@ class SharedFile:
         self._lock = Lock()
         self._shard: Shard | None = None
         self._file: FileIO | None = None
+        self._kept: tuple[Any, Any] = None, None
+
+    def kept(self, key: Any, make: Callable[[Any], T]) -> T:
+        """Return `make(key)`, and keep it until the method is called with another key."""
+        with self._lock:
+            if self._kept[0] is not key:
+                self._kept = key, make(key)
+            return self._kept[1]
 
     def close(self) -> None:
+        self._kept = None, None
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -173,6 +188,28 @@ class TensorEntry:
                 raise CheckpointError(f"{self.shard.path}: ends inside tensor {self.name!r}")
         return values
 
+    def skim(self, start: int, size: int, memory: np.ndarray, file: SharedFile) -> None:
+        """Load `size` bytes of the tensor from `start` on into the file cache (`SharedFile.skim`).
+
+        Raises:
+            CheckpointError: the file cannot be read, or changed since its header was read.
+        """
+        file.skim(self.shard, self.offset + start, size, memory)
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the tensor's bytes in chunks of 16 MiB. Errors are as in `read_rows`."""
+        with os.fdopen(open_regular(self.shard.path), "rb", buffering=0) as file:
+            _check_unchanged(self.shard, file.fileno())
+            file.seek(self.offset)
+            remaining = self.num_bytes
+            while remaining:
+                block = file.read(min(remaining, READ_BYTES))
+                if not block:
+                    raise CheckpointError(f"{self.shard.path}: ends inside tensor {self.name!r}")
+                remaining -= len(block)
+                yield block
+            _check_unchanged(self.shard, file.fileno())
+
     @property
     def rows_together(self) -> int:
         """Row ranges for `read_rows` must begin and end at multiples of this number."""
@@ -248,27 +285,6 @@ def read_tensor(entry: TensorEntry) -> np.ndarray:
     if not entry.shape:
         return entry.read_bytes(0, 1).view(entry.dtype).reshape(())
     return entry.read_rows(0, entry.shape[0])
-
-
-def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
-    """Yield a tensor's bytes in chunks of 16 MiB. Errors are as in `TensorEntry.read_rows`."""
-    with os.fdopen(open_regular(entry.shard.path), "rb", buffering=0) as file:
-        _check_unchanged(entry.shard, file.fileno())
-        file.seek(entry.offset)
-        remaining = entry.num_bytes
-        while remaining:
-            block = file.read(min(remaining, READ_BYTES))
-            if not block:
-                raise CheckpointError(f"{entry.shard.path}: ends inside tensor {entry.name!r}")
-            remaining -= len(block)
-            yield block
-        _check_unchanged(entry.shard, file.fileno())
-
-
-def check_unchanged(shard: Shard) -> None:
-    """Raise CheckpointError if a checkpoint file has changed since its header was read."""
-    with os.fdopen(open_regular(shard.path), "rb") as file:
-        _check_unchanged(shard, file.fileno())
 
 
 def _check_unchanged(shard: Shard, descriptor: int) -> None:

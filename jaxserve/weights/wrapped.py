@@ -86,6 +86,11 @@ def naming(checkpoint: Checkpoint) -> tuple[str, str]:
     for prefix, head in NAMINGS:
         if f"{prefix}embed_tokens.weight" in checkpoint.tensors:
             return prefix, head
+    if checkpoint.is_part:
+        for prefix, head in NAMINGS:
+            starts = f"{prefix}layers.", f"{prefix}norm.", head
+            if any(name.startswith(starts) for name in checkpoint.tensors):
+                return prefix, head
     names = [f"{prefix}embed_tokens.weight" for prefix, _ in NAMINGS]
     raise CheckpointError(
         f"{checkpoint.directory}: has no embedding of text; looked for {listed(names)}"

@@ -2,8 +2,9 @@
 
 A head's state S [inputs, outputs] becomes ``a S + k u`` with each token, and the result is ``q S``.
 For the gated delta rule, u is ``b (v - a k S)`` with the write strength b. For Mamba-2, u is the
-step size times v. A row is computed token by token, so the result of a token is the same to the bit
-for any division of a sequence into steps.
+step size times v. With a decay for each number of a key, a is a diagonal matrix. A row is computed
+token by token, so the result of a token is the same to the bit for any division of a sequence into
+steps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pallas_kernels.cpu.ir_builder import Code, const, filled, suffix
 from pallas_kernels.cpu.row_sums import MOST_PARTS, WORK_OF_A_PART, Vectors
 from pallas_kernels.cpu.state_rows import ROWS, StateKernel, StateRow
 from pallas_kernels.state_arguments import (
+    ChannelDeltaOptions,
+    ChannelGates,
     DeltaOptions,
     Mamba2Options,
     StateRows,
@@ -40,7 +43,14 @@ class Recurrence(StateKernel):
 
     options: DeltaOptions | Mamba2Options
 
-    operands = 4 + ROWS
+    @property
+    def by_channel(self) -> bool:
+        """Whether each number of a key has a decay of its own. Its gates are the last operand."""
+        return isinstance(self.options, ChannelDeltaOptions)
+
+    @property
+    def operands(self) -> int:
+        return 4 + ROWS + self.by_channel
 
     @property
     def is_delta(self) -> bool:
@@ -49,7 +59,7 @@ class Recurrence(StateKernel):
 
     @property
     def name(self) -> str:
-        kind = "gated_delta" if self.is_delta else "mamba2"
+        kind = self.options.op
         form = "_".join(str(part) for part in vars(self.options).values()).replace(".", "p")
         return f"{NAMES}{kind}_{self.dtype}_{form}_{self.cpu.vector_bytes}"
 
@@ -69,9 +79,11 @@ class Recurrence(StateKernel):
     def part(self, code: Code, fields: Sequence[Any], index: Any, parts: Any) -> None:
         """Generate code that computes the heads of part `index`, each for all rows in turn."""
         tokens, num_rows, mixed, gates, _, constants, *tables, y, states = fields
+        tables, more_gates = tables[:ROWS], tables[ROWS:]
         sizes, real = self.options, float_type(self.sums)
         heads, state_size = const(sizes.heads), const(sizes.inputs * sizes.outputs)
-        query, key = (code.room(real, sizes.inputs) for _ in range(2))
+        count = 4 if self.by_channel else 2
+        query, key, *faded = (code.room(real, sizes.inputs) for _ in range(count))
         begin, end = part_bounds(code, code.mul(num_rows, heads), index, parts)
         with code.loop(begin, end) as (unit, _):
             head = code.sdiv(unit, num_rows)
@@ -83,6 +95,8 @@ class Recurrence(StateKernel):
 
             def constant(nth: int) -> Any:
                 place = code.add(code.mul(heads, const(nth)), head)
+                if self.by_channel:
+                    place = code.mul(head, const(1 + sizes.inputs))
                 return code.read_vector(constants, place, real, 1)
 
             with code.if_then(self.runs(code, row)):
@@ -90,12 +104,20 @@ class Recurrence(StateKernel):
                 self._begin(code, row, matrix(code.larger_int(row.source, const(0))), state)
                 rate = exp2(code, code.fmul(constant(0), filled(self.vector(1), LOG2_E)))
                 others = [constant(nth) for nth in range(1, sizes.num_constants)]
+                if self.by_channel:
+                    first = code.add(code.mul(head, const(1 + sizes.inputs)), const(1))
+                    others = [code.at(constants, first, real)]
 
                 def advance(token: Any, _: list[Any]) -> None:
                     self._read_keys(code, mixed, token, head, query, key)
+                    if self.by_channel:
+                        channels = code.add(code.mul(token, heads), head)
+                        channels = code.mul(channels, const(sizes.inputs))
+                        channels = code.at(more_gates[0], channels, stored_type(self.dtype))
+                        self._fade(code, channels, others[0], rate, key, *faded)
                     factors = self._factors(code, gates, token, head, rate, others)
                     value, result = self._columns(code, mixed, y, token, head)
-                    self._update(code, (state, query, key), value, result, factors)
+                    self._update(code, (state, query, key, *faded), value, result, factors)
 
                 def save(place: Any, _: list[Any]) -> None:
                     read = self.read(code, state, self.sums.name)
@@ -163,19 +185,57 @@ class Recurrence(StateKernel):
 
             self._write(code, read, factor, target, sizes.inputs)
 
+    def _fade(
+        self, code: Code, gates: Any, biases: Any, rate: Any, key: Any, decays: Any, faded: Any
+    ) -> None:
+        """Generate code that writes a head's decays, and its key multiplied by them.
+
+        Args:
+            gates: address of the head's gates of the token.
+            biases: address of the head's biases.
+            rate: decay rate of the head.
+            key: address of the normalized key.
+            decays, faded: addresses of the results.
+        """
+        sizes, exact = self.options, self.sums.name
+        assert isinstance(sizes, ChannelDeltaOptions)
+        read_gate, read_bias = self.read(code, gates), self.read(code, biases, exact)
+        read_key = self.read(code, key, exact)
+        rate = code.extract_element(rate, const(0))
+
+        def write(at: Any, lanes: int) -> None:
+            gate: Any = code.fadd(read_gate(at, lanes), read_bias(at, lanes))
+            rates = code.splat(rate, lanes)
+            if sizes.bound:
+                bound = filled(gate.type, sizes.bound)
+                step = code.fmul(bound, self.sigmoid(code, code.fmul(rates, gate)))
+            else:
+                step = code.fmul(rates, self.softplus(code, gate))
+            decay = self.decay(code, step)
+            code.write_vector(decay, decays, at)
+            code.write_vector(code.fmul(read_key(at, lanes), decay), faded, at)
+
+        self.for_each(code, const(0), const(sizes.inputs), write)
+
     def _factors(
         self, code: Code, gates: Any, token: Any, head: Any, rate: Any, others: Sequence[Any]
     ) -> tuple[Any, Any, Any]:
-        """Return the decay, the factor of the update, and the factor of the direct path."""
+        """Return the decay, the factor of the update, and the factor of the direct path.
+
+        With a decay for each number of a key, the decay is None.
+        """
         sizes = self.options
         bias, *rest = others
 
         def gate(nth: int) -> Any:
-            count = 2 if self.is_delta else 1
+            count = 2 if self.is_delta and not self.by_channel else 1
             place = code.add(code.mul(token, const(count)), const(nth))
             place = code.add(code.mul(place, const(sizes.heads)), head)
             return self.read(code, gates)(place, 1)
 
+        if self.by_channel:
+            update = self.sigmoid(code, gate(0))
+            return None, code.extract_element(update, const(0)), None
         step = self.softplus(code, code.fadd(gate(1 if self.is_delta else 0), bias))
         if isinstance(sizes, Mamba2Options):
             step = code.larger(step, filled(step.type, sizes.least))
@@ -190,13 +250,17 @@ class Recurrence(StateKernel):
     def _update(
         self,
         code: Code,
-        arrays: tuple[Any, Any, Any],
+        arrays: tuple[Any, ...],
         value: Any,
         result: Any,
         factors: tuple[Any, Any, Any],
     ) -> None:
-        """Generate code that takes one token into a head's state and writes the token's result."""
-        state, query, key = arrays
+        """Generate code that takes one token into a head's state and writes the token's result.
+
+        `arrays` are the state, the query and the key, and with a decay for each number of a key the
+        decays and the key multiplied by them.
+        """
+        state, query, key, *channels = arrays
         decay, factor, direct = factors
         sizes, real = self.options, float_type(self.sums)
         read_value = self.read(code, value)
@@ -211,28 +275,29 @@ class Recurrence(StateKernel):
                 return code.splat(code.read(array, row, real), lanes)
 
             values = [read_value(place, lanes) for place in places]
-            decays, factors = code.splat(decay, lanes), code.splat(factor, lanes)
-            updates = values
+            decays = None if channels else code.splat(decay, lanes)
+            factors, updates = code.splat(factor, lanes), values
             if self.is_delta:
 
                 def known(_: int, row: Any, totals: list[Any]) -> None:
-                    number = splat(key, row)
+                    number = splat(channels[1] if channels else key, row)
                     for nth, place in enumerate(places):
                         old = code.read_vector(state, state_at(row, place), real, lanes)
                         totals[nth] = code.multiply_add(number, old, totals[nth])
 
                 totals = code.unrolled_loop(const(sizes.inputs), UNROLLED, zeros, known)
                 updates = [
-                    code.fsub(number, code.fmul(decays, total))
+                    code.fsub(number, total if channels else code.fmul(decays, total))
                     for number, total in zip(values, totals, strict=True)
                 ]
             updates = [code.fmul(number, factors) for number in updates]
 
             def change(_: int, row: Any, totals: list[Any]) -> None:
                 k, q = splat(key, row), splat(query, row)
+                fade = splat(channels[0], row) if channels else decays
                 for nth, place in enumerate(places):
                     old = code.read_vector(state, state_at(row, place), real, lanes)
-                    new = code.multiply_add(k, updates[nth], code.fmul(old, decays))
+                    new = code.multiply_add(k, updates[nth], code.fmul(old, fade))
                     code.write_vector(new, state, state_at(row, place))
                     totals[nth] = code.multiply_add(q, new, totals[nth])
 
@@ -254,7 +319,7 @@ class Recurrence(StateKernel):
 
 def recurrence(
     mixed: jax.Array,
-    gates: jax.Array,
+    gates: jax.Array | ChannelGates,
     states: jax.Array,
     constants: jax.Array,
     rows: StateRows,
@@ -267,9 +332,10 @@ def recurrence(
         jax.ShapeDtypeStruct(shape, mixed.dtype),
         jax.ShapeDtypeStruct(states.shape, states.dtype),
     ]
+    gates, *more_gates = gates if isinstance(gates, ChannelGates) else (gates,)
     y, states = jax.ffi.ffi_call(
         registered(kernel), results, input_output_aliases={2: 1}, vmap_method="sequential"
-    )(mixed, gates, states, constants, *rows[:ROWS])
+    )(mixed, gates, states, constants, *rows[:ROWS], *more_gates)
     return y, states
 
 

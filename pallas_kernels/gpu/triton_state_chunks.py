@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,9 +31,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.gpu.triton_states import softplus
+from pallas_kernels.gpu.triton_gates import named_gates, softplus
 from pallas_kernels.gpu.triton_tile import Parts, ceil_div, power_of_two, spread
-from pallas_kernels.state_arguments import DeltaOptions, Mamba2Options, StateRows
+from pallas_kernels.state_arguments import (
+    ChannelDeltaOptions,
+    ChannelGates,
+    DeltaOptions,
+    Mamba2Options,
+    StateRows,
+)
 from pallas_kernels.state_case import StateCase
 
 
@@ -50,10 +57,14 @@ class ChunkConfig:
     @classmethod
     def of(cls, case: StateCase) -> ChunkConfig:
         """Return the sizes for a call, which fit the card's shared memory and spill nothing."""
-        if case.product_dtype.itemsize == 4:
-            return cls(32, 32, block_inputs=32, row_inputs=32, block_warps=4, row_warps=8)
         # From 9.0 to 11.0 products read their operands from shared memory, not from registers.
         has_spare = (9, 0) <= case.device.capability < (12, 0)
+        if case.op == "channel_delta":
+            if case.product_dtype.itemsize == 4:
+                return cls(32, 32, block_inputs=16, row_inputs=32, block_warps=8, row_warps=8)
+            return cls() if has_spare else cls(32, block_warps=4)
+        if case.product_dtype.itemsize == 4:
+            return cls(32, 32, block_inputs=32, row_inputs=32, block_warps=4, row_warps=8)
         return cls(block_warps=4 if has_spare else 8)
 
 
@@ -64,8 +75,11 @@ STRONGEST = -30.0
 """Least logarithm of a token's decay. e^-30 of a number vanishes beside it in float32. The bound
 keeps sums of logarithms small, whose differences are exponentiated."""
 HIGHEST, TF32 = lax.Precision.HIGHEST, lax.DotAlgorithmPreset.TF32_TF32_F32
-QUERIES, KEYS, VALUES = range(3)
-"""Parts of a token's numbers, in the order of ``RecurrenceSizes.places``."""
+QUERIES, KEYS, VALUES, RESTS = range(4)
+"""Parts of a token's numbers, in the order of ``RecurrenceSizes.places``. RESTS are keys with the
+decay of the tokens after them."""
+DECAYED = {QUERIES: "queries", KEYS: "keys", RESTS: "rests"}
+"""Names of the arrays of queries and keys with decays."""
 LARGEST = 1e30
 
 
@@ -84,6 +98,11 @@ class ChunkSpec:
     def is_delta(self) -> bool:
         """Whether the kernels compute the gated delta rule."""
         return isinstance(self.options, DeltaOptions)
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether each number of a key has a decay of its own (see `triton_channel_chunks`)."""
+        return isinstance(self.options, ChannelDeltaOptions)
 
     @property
     def pieces(self) -> int:
@@ -139,7 +158,8 @@ class ChunkSpec:
         return numbers.astype(dtype)
 
 
-def _scaled(numbers: jax.Array, factors: jax.Array, axis: int) -> jax.Array:
+def scaled(numbers: jax.Array, factors: jax.Array, axis: int) -> jax.Array:
+    """Return a matrix whose rows (axis 0) or columns (axis 1) are multiplied by factors."""
     return numbers * spread(factors, numbers.shape, axis)
 
 
@@ -162,6 +182,34 @@ def _inverse(lower: jax.Array, spec: ChunkSpec) -> jax.Array:
 
     levels = spec.block.bit_length() - 1
     return lax.fori_loop(jnp.int32(1), jnp.int32(levels), merge, inverse)
+
+
+def clear_padding(
+    refs: dict[str, Any],
+    spec: ChunkSpec,
+    token: jax.Array,
+    head: jax.Array,
+    kinds: tuple[jax.Array, jax.Array],
+) -> None:
+    """Store zeros in a head's results for the tokens of a block that are padding.
+
+    `kinds` are bool[block] arrays: whether a token exists, and whether it is no padding.
+    """
+    outputs, (exists, is_real) = spec.options.outputs, kinds
+    shape = (spec.block, power_of_two(outputs))
+    column = spread(jnp.arange(shape[1], dtype=jnp.int32), shape, 1)
+    mask = spread(exists & ~is_real, shape, 0) & (column < outputs)
+    at = spread(token, shape, 0), spread(head, shape), column
+    plt.store(refs["y"].at[at], jnp.zeros(shape, refs["y"].dtype), mask=mask)
+
+
+def store_inverse(
+    refs: dict[str, Any], spec: ChunkSpec, lower: jax.Array, write: jax.Array, at: tuple[Any, ...]
+) -> None:
+    """Store the inverse of 1 + `lower`, multiplied by the write strength of each column."""
+    inverse = _inverse(lower, spec)
+    inverse = jnp.where(inverse == 0.0, 0.0, scaled(inverse, write, 1))
+    plt.store(refs["inverse"].at[at], inverse.astype(refs["inverse"].dtype))
 
 
 def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> None:
@@ -227,8 +275,8 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
     past = jnp.sum(jnp.where(is_seen, decays, 0.0), axis=1)
     rest = jnp.sum(jnp.where(is_same & (column > row), decays, 0.0), axis=1)
     shrink = jnp.exp(jnp.minimum(spread(past, shape, 0) - spread(past, shape, 1), 0.0))
-    shrink = jnp.where(is_seen, _scaled(shrink, key_factor, 1), 0.0)
-    inner = jnp.where(is_seen, _scaled(scores * shrink, query_factor, 0), 0.0)
+    shrink = jnp.where(is_seen, scaled(shrink, key_factor, 1), 0.0)
+    inner = jnp.where(is_seen, scaled(scores * shrink, query_factor, 0), 0.0)
     lines, columns = spread(token, shape, 0), column
     heads = spread(head, shape)
     plt.store(refs["inner"].at[heads, lines, columns], inner.astype(refs["inner"].dtype))
@@ -239,19 +287,13 @@ def _within_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
     for nth, factor in factors.items():
         at = spread(head, token.shape), jnp.full_like(token, nth), token
         plt.store(refs["factors"].at[at], factor)
-    y_shape = (size, power_of_two(sizes.outputs))
-    y_column = spread(jnp.arange(y_shape[1], dtype=jnp.int32), y_shape, 1)
-    mask = spread(exists & ~is_real, y_shape, 0) & (y_column < sizes.outputs)
-    at = spread(token, y_shape, 0), spread(head, y_shape), y_column
-    plt.store(refs["y"].at[at], jnp.zeros(y_shape, refs["y"].dtype), mask=mask)
+    clear_padding(refs, spec, token, head, (exists, is_real))
     if write is None:
         return
     # The inverse takes most registers, and so it comes last. A NaN of one row reaches no other row.
-    lower = _scaled(key_products * shrink, key_factor * write, 0)
+    lower = scaled(key_products * shrink, key_factor * write, 0)
     lower = jnp.where((column < row) & is_seen & (jnp.abs(lower) < LARGEST), lower, 0.0)
-    inverse = _inverse(lower, spec)
-    inverse = jnp.where(inverse == 0.0, 0.0, _scaled(inverse, write, 1))
-    plt.store(refs["inverse"].at[heads, lines, columns], inverse.astype(refs["inverse"].dtype))
+    store_inverse(refs, spec, lower, write, (heads, lines, columns))
 
 
 def _across_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> None:
@@ -299,33 +341,47 @@ def _across_kernel(*arrays: Any, names: tuple[str, ...], spec: ChunkSpec) -> Non
             at = spread(token, (size, size), 0), spread(index, (size, size), 1)
             return plt.load(refs[name].at[(spread(head, (size, size)), *at)])
 
+        def keyed(part: int, nth: int) -> jax.Array:
+            # Queries or keys. With a decay for each of their numbers they contain it.
+            if not spec.by_channel:
+                return spec.load(refs["mixed"], part, group, nth * spec.inputs, token, is_own)
+            shape = (size, spec.inputs)
+            number = nth * spec.inputs + spread(places, shape, 1)
+            at = spread(head, shape), spread(token, shape, 0), number
+            mask = spread(is_own, shape, 0) & (number < sizes.inputs)
+            return plt.load(refs[DECAYED[part]].at[at], mask=mask, other=0.0)
+
         # Both products with a piece of the state follow each other, so registers hold one piece.
         parts = (QUERIES, KEYS) if spec.is_delta else (QUERIES,)
         products = [jnp.zeros((size, spec.columns), jnp.float32) for _ in parts]
         for nth, before in enumerate(state):
             for part in parts:
-                first = nth * spec.inputs
-                numbers = spec.load(refs["mixed"], part, group, first, token, is_own)
-                products[part] = products[part] + spec.dot(numbers, before)
+                products[part] = products[part] + spec.dot(keyed(part, nth), before)
         value = spec.load(refs["mixed"], VALUES, head, first_column, token, is_own)
         update = value
         if spec.is_delta:
-            update = value - _scaled(products[KEYS], factor(PAST), 0)
+            update = value - scaled(products[KEYS], factor(PAST), 0)
             update = spec.dot(matrix("inverse"), update)
             update = jnp.where(spread(is_own, update.shape, 0), update, 0.0)
-        y = _scaled(products[QUERIES], factor(QUERY), 0)
+        y = scaled(products[QUERIES], factor(QUERY), 0)
         y = y + spec.dot(matrix("inner"), update)
         if not spec.is_delta:
             y = y + value * refs["constants"][2, head]
         at = spread(token, y.shape, 0), spread(head, y.shape), spread(column, y.shape, 1)
         mask = spread(is_own, y.shape, 0) & spread(column < sizes.outputs, y.shape, 1)
         plt.store(refs["y"].at[at], y.astype(refs["y"].dtype), mask=mask)
-        shrink = refs["factors"][head, DECAY, jnp.maximum(block * size, begin)]
-        update = _scaled(update, factor(KEY), 0)
+        if not spec.by_channel:
+            shrink = refs["factors"][head, DECAY, jnp.maximum(block * size, begin)]
+        update = scaled(update, factor(KEY), 0)
         after = []
         for nth, before in enumerate(state):
-            first = nth * spec.inputs
-            key = spec.load(refs["mixed"], KEYS, group, first, token, is_own)
+            if spec.by_channel:
+                number = nth * spec.inputs + places
+                slot = block + 2 * row + (begin >= middle).astype(jnp.int32)
+                at = spread(head, number.shape), spread(slot, number.shape), number
+                decay = plt.load(refs["block_decays"].at[at], mask=number < sizes.inputs, other=0.0)
+                shrink = spread(decay, shape, 0)
+            key = keyed(RESTS if spec.by_channel else KEYS, nth)
             after.append(before * shrink + spec.dot(key.T, update))
         return tuple(after)
 
@@ -368,7 +424,7 @@ def pieces(rows: StateRows, tokens: int) -> jax.Array:
 
 def recurrence(
     mixed: jax.Array,
-    gates: jax.Array,
+    gates: jax.Array | ChannelGates,
     states: jax.Array,
     constants: jax.Array,
     rows: StateRows,
@@ -377,12 +433,13 @@ def recurrence(
     *,
     config: ChunkConfig | None = None,
     interpret: bool = False,
+    within_kernel: Callable[..., None] = _within_kernel,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute ``gated_delta`` or ``mamba2`` with Triton, and return the results and new states.
 
     Arguments are as in ``pallas_kernels.gated_delta`` and ``pallas_kernels.mamba2``, with the
     `case` of the call. `config` has block sizes, by default those for the case. `interpret` runs
-    the kernels as plain JAX.
+    the kernels as plain JAX. `within_kernel` is the body of the first kernel.
 
     Returns:
         y [T,heads,outputs] of the dtype of `mixed`, zeros for padding, and the new states.
@@ -401,11 +458,17 @@ def recurrence(
     outputs = {"inner": matrix} | ({"inverse": matrix} if is_delta else {})
     outputs["factors"] = jax.ShapeDtypeStruct((heads, FACTORS, lines), jnp.float32)
     outputs["y"] = jax.ShapeDtypeStruct((tokens, heads, options.outputs), mixed.dtype)
-    operands = {"mixed": mixed, "gates": gates, "constants": constants}
+    if within_spec.by_channel:
+        shape = (heads, lines, options.inputs)
+        outputs |= dict.fromkeys(DECAYED.values(), jax.ShapeDtypeStruct(shape, dtype))
+        # A slot for each part of a block on one side of a row's border, and one without a reader.
+        shape = (heads, blocks + 2 * len(rows.source) + 1, options.inputs)
+        outputs["block_decays"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    operands = {"mixed": mixed, **named_gates(gates), "constants": constants}
     operands["pieces"] = pieces(rows, tokens)
-    name = "gated_delta" if is_delta else "mamba2"
+    name = options.op
     results = pl.pallas_call(
-        functools.partial(_within_kernel, names=(*operands, *outputs), spec=within_spec),
+        functools.partial(within_kernel, names=(*operands, *outputs), spec=within_spec),
         grid=(blocks, heads),
         out_shape=tuple(outputs.values()),
         compiler_params=plt.CompilerParams(num_warps=config.block_warps, num_stages=1),

@@ -23,8 +23,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.gpu.triton_gates import Refs, logs_of_channels, named_gates, softplus
 from pallas_kernels.gpu.triton_tile import power_of_two, spread
 from pallas_kernels.state_arguments import (
+    ChannelDeltaOptions,
+    ChannelGates,
     ConvOptions,
     ConvWeights,
     DeltaOptions,
@@ -34,7 +37,6 @@ from pallas_kernels.state_arguments import (
 )
 from pallas_kernels.state_case import StateCase
 
-Refs = dict[str, Any]
 RecurrenceOptions = DeltaOptions | Mamba2Options
 SILU = ConvOptions("silu")
 STATE_NUMBERS = 8192
@@ -231,7 +233,7 @@ class _HeadNumbers:
     An instance holds traced numbers, so it lives for one trace.
 
     Attributes:
-        decay: factor of the state before the token.
+        decay: factor of the state before the token, or of each of its rows, f32[inputs].
         strength: factor of the change of the state.
         direct: factor of the value in the result.
     """
@@ -244,6 +246,12 @@ class _HeadNumbers:
     def of(cls, refs: Refs, row: _Row, head: jax.Array, options: RecurrenceOptions) -> _HeadNumbers:
         """Compute the numbers of a head from its gates and constants."""
         gates, constants = refs["gates"], refs["constants"]
+        if isinstance(options, ChannelDeltaOptions):
+            write = gates[row.number, head].astype(jnp.float32)
+            write = options.strength / (1.0 + jnp.exp(-write))
+            local = jnp.arange(power_of_two(options.inputs))
+            decay = logs_of_channels(refs, options, row.number, head, local, local < options.inputs)
+            return cls(jnp.exp(decay), write)
         rate = jnp.exp(constants[0, head])
         if isinstance(options, DeltaOptions):
             write = gates[row.number, 0, head].astype(jnp.float32)
@@ -253,17 +261,6 @@ class _HeadNumbers:
         step = softplus(gates[row.number, head].astype(jnp.float32) + constants[1, head])
         step = jnp.minimum(jnp.maximum(step, options.least), options.most)
         return cls(jnp.exp(-rate * step), step, constants[2, head])
-
-
-def softplus(x: jax.Array) -> jax.Array:
-    """Return log(1 + exp(x)), with a relative error of at most 2.3e-7 in float32."""
-    # log(1 + e) is 2 atanh(e / (2 + e)), whose series is exact to float32 for e up to 1. A GPU's
-    # approximate logarithm is not exact near 1.
-    exponential = jnp.exp(-jnp.abs(x))
-    ratio = exponential / (2.0 + exponential)
-    square = ratio * ratio
-    series = functools.reduce(lambda total, n: total * square + 1 / n, range(13, 0, -2), 0.0)
-    return jnp.maximum(x, 0.0) + 2.0 * ratio * series
 
 
 def _recurrence_kernel(
@@ -381,12 +378,17 @@ def _advanced(
 
     numbers = _HeadNumbers.of(refs, row, head, options)
     queries, keys = spread(query, shape, 0), spread(key, shape, 0)
-    y = numbers.decay * jnp.sum(queries * state, axis=0)
-    change = value.y
-    if isinstance(options, DeltaOptions):
-        change = change - numbers.decay * jnp.sum(keys * state, axis=0)
+    if by_channel := isinstance(options, ChannelDeltaOptions):
+        state = spread(numbers.decay, shape, 0) * state
+        y, change = jnp.sum(queries * state, axis=0), value.y - jnp.sum(keys * state, axis=0)
+    else:
+        y = numbers.decay * jnp.sum(queries * state, axis=0)
+        change = value.y
+        if isinstance(options, DeltaOptions):
+            change = change - numbers.decay * jnp.sum(keys * state, axis=0)
     change = numbers.strength * change
-    state = numbers.decay * state + keys * spread(change, shape, 1)
+    state = state if by_channel else numbers.decay * state
+    state = state + keys * spread(change, shape, 1)
 
     def write(place: jax.Array) -> None:
         plt.store(refs["state"].at[(spread(place, shape), *index)], state, mask=exist)
@@ -493,7 +495,7 @@ def causal_conv(
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _recurred(
     mixed: jax.Array,
-    gates: jax.Array,
+    gates: jax.Array | ChannelGates,
     states: tuple[jax.Array, jax.Array],
     weights: ConvWeights,
     constants: jax.Array,
@@ -503,7 +505,7 @@ def _recurred(
     interpret: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Run the kernel of a recurrence. Because of `jax.jit` a program lowers it once."""
-    inputs = {"x": mixed, "gates": gates, "constants": constants, **weights._asdict()}
+    inputs = {"x": mixed, **named_gates(gates), "constants": constants, **weights._asdict()}
     if config.programs > 1:
         assert rows.spare is not None
         inputs["spare"] = jnp.reshape(rows.spare, 1)
@@ -531,7 +533,7 @@ def _recurred(
 
 def conv_recurrence(
     mixed: jax.Array,
-    gates: jax.Array,
+    gates: jax.Array | ChannelGates,
     states: tuple[jax.Array, jax.Array],
     weights: ConvWeights,
     constants: jax.Array,

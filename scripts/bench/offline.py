@@ -2,6 +2,7 @@
 
     python -m scripts.bench.offline --json scripts/results/bench_offline.json
     python -m scripts.bench.offline --part launches      one stream of the bundled model
+    python -m scripts.bench.offline --part rollouts --model FILE     what log-probabilities cost
 
 One process, one set of weights, one set of compiled programs: only the schedule differs. The
 work is the first rows of the Azure conv trace with lengths divided by 8, all queued at the start,
@@ -9,13 +10,16 @@ greedy, end-of-sequence ignored, no prefix cache. Schedules take turns, `--repea
 are of the medians. S0 pads prompts to the longest of their batch and runs every row until the
 longest ends. S1 does not pad, and leaves slots empty until the batch has ended.
 
-The part "launches" runs only where it is named: one stream's tokens a second, one decode step a
-launch against as many as go unnoticed.
+Two parts run only where they are named. "launches": one stream's tokens a second, one decode step a
+launch against as many as go unnoticed. "rollouts": launches and tokens a second of `LLM.rollout`,
+over the same requests without log-probabilities, delivered as arrays too and as `LLM.generate`
+delivers them. They take turns in random order, and ratios are of the runs of a turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -29,6 +33,7 @@ import numpy as np
 
 from jaxserve import LLM
 from jaxserve.commands.argument_types import positive_integer, some_of
+from jaxserve.engine.batch import StartedRequests
 from jaxserve.engine.engine import Engine, make_scheduler
 from jaxserve.models import ModelConfig, parse_model_config
 from jaxserve.request import SamplingParams
@@ -46,9 +51,10 @@ from scripts.lib.run_record import about_run, keep
 from scripts.lib.static_scheduler import static
 from scripts.lib.trace_rows import read_trace
 
-PARTS = ("step", "schedules", "launches")
+PARTS = ("step", "schedules", "launches", "rollouts")
 SCALE = 8
 STEP_GATE = 1.3
+ROLLOUT_GATE = 0.97
 GAIN_GATES = {16: 2.4, 32: 3.1}
 PROMPT, MOST_PROMPT = "Once upon", 9  # no more tokens than letters
 LAUNCHES = {"one step a launch": 1, "as many as nobody notices": None}
@@ -303,6 +309,45 @@ def compare_launches(model: str | None, tokens: int, repeats: int) -> None:
     print(f"{many / single:.2f} times as fast (gate 2)")
 
 
+def compare_rollouts(model: str | None, rows: int, tokens: int, repeats: int) -> None:
+    """Time rollouts of one prompt, and the same completions without log-probabilities.
+
+    Args:
+        model: checkpoint. None means the bundled one.
+        rows: completions.
+        tokens: tokens of each completion.
+    """
+    sampling = SamplingParams(n=rows, max_tokens=tokens, ignore_eos=True, seed=0, detokenize=False)
+    seconds: dict[str, list[float]] = {}
+    with LLM(model, max_num_seqs=rows, wait_for_all_programs=True) as llm:
+
+        def run_arrays() -> None:
+            requests, _ = llm._requests_of(PROMPT, sampling)
+            StartedRequests(llm._thread, requests, True).take_all(lambda _: None, False)
+
+        runs: dict[str, Callable[[], object]] = {
+            "rollout": lambda: llm.rollout(PROMPT, sampling),
+            "arrays without log-probabilities": run_arrays,
+            "generate without them": lambda: llm.generate(PROMPT, sampling, use_tqdm=False),
+        }
+        launches = dict.fromkeys(runs, 0)
+        for turn in range(repeats + 1):
+            for name in random.sample(list(runs), len(runs)):
+                before, started = llm.stats().num_steps, time.perf_counter()
+                runs[name]()
+                if turn:  # the first turn compiles nothing, but reads the weights
+                    seconds.setdefault(name, []).append(time.perf_counter() - started)
+                    launches[name] += llm.stats().num_steps - before
+    for name, found in seconds.items():
+        ratios = [mine / other for mine, other in zip(seconds["rollout"], found, strict=True)]
+        print(
+            f"{name:<34} {rows * tokens / statistics.median(found):8.0f} tokens/s  "
+            f"{launches[name] / repeats:6.1f} launches  rollout / this "
+            f"{1 / statistics.median(ratios):.3f} ({1 / max(ratios):.3f} to {1 / min(ratios):.3f})"
+        )
+    print(f"gate: {ROLLOUT_GATE} of the throughput of arrays without log-probabilities")
+
+
 def main() -> int:
     parser = bench_parser("scripts.bench.offline", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="wide")
@@ -315,7 +360,7 @@ def main() -> int:
         "--tokens", type=positive_integer, default=256, help="token budget of a step"
     )
     parser.add_argument("--parts", "--part", type=some_of(PARTS), default="step,schedules")
-    launches = parser.add_argument_group("launches")
+    launches = parser.add_argument_group("launches and rollouts")
     launches.add_argument("--model", type=checkpoint, help="(default: the bundled model)")
     launches.add_argument("--output-tokens", type=positive_integer, default=600)
     arguments = parser.parse_args()
@@ -328,7 +373,11 @@ def main() -> int:
         length = arguments.output_tokens
         check_room(parser, arguments.model, MOST_PROMPT, length, "--output-tokens")
         compare_launches(arguments.model, length, arguments.repeats or 5)
-    if arguments.parts != ["launches"]:
+    if "rollouts" in arguments.parts:
+        length = min(arguments.output_tokens, 256)
+        check_room(parser, arguments.model, MOST_PROMPT, length, "--output-tokens")
+        compare_rollouts(arguments.model, arguments.batch, length, arguments.repeats or 5)
+    if not set(arguments.parts) <= {"launches", "rollouts"}:
         measure(arguments)
     return 0
 

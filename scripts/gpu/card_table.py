@@ -86,8 +86,9 @@ def card_table(about: dict[str, Any], cards: dict[str, Any]) -> str:
     cards = dict(sorted(cards.items(), key=capability))
     lines = ["# Kernels and steps, compiled for each card", ""]
     versions = ", ".join([*about["versions"], f"ptxas {about['ptxas']}"])
-    head = f"`{about['command']}`, {about['date']}: {about['target']}. {versions}."
-    lines += textwrap.wrap(head, 120)
+    parts = [*about.get("earlier", []), about]
+    commands = ", and ".join(f"`{part['command'].strip()}`, {part['date']}" for part in parts)
+    lines += textwrap.wrap(f"{commands}: {about['target']}. {versions}.", 120)
     lines += ["", "| card | capability | shared memory | faults |", "|---|---|---|---|"]
     for name, card in cards.items():
         wrong = "<br>".join(card["faults"]).replace("|", "\\|") or "none"

@@ -95,7 +95,7 @@ class ChunkCase:
     """Operation with a state per sequence to compile, in the sizes of a model.
 
     Attributes:
-        op: "causal_conv", "gated_delta" or "mamba2".
+        op: "causal_conv", "gated_delta", "channel_delta" or "mamba2".
         sizes: taps and channels, or groups, heads, inputs and outputs.
         tokens, rows: of the step.
     """
@@ -120,6 +120,8 @@ def state_cases() -> list[ChunkCase]:
             ChunkCase("causal_conv", dtype, "Qwen3.5-0.8B", (4, 6144)),
             ChunkCase("gated_delta", dtype, "Qwen3.5-0.8B", (16, 16, 128, 128)),
             ChunkCase("gated_delta", dtype, "Qwen3.6-35B-A3B", (16, 32, 128, 128)),
+            ChunkCase("channel_delta", dtype, "Kimi-Linear-48B-A3B", (32, 32, 128, 128)),
+            ChunkCase("channel_delta", dtype, "uneven", (3, 6, 40, 72)),
             ChunkCase("mamba2", dtype, "Nemotron-H-8B", (8, 128, 128, 64)),
             ChunkCase("mamba2", dtype, "Nemotron-Nano-9B-v2", (8, 128, 128, 80)),
             ChunkCase("gated_delta", dtype, "uneven", (3, 6, 40, 72)),
@@ -131,6 +133,7 @@ def state_cases() -> list[ChunkCase]:
 STATE_KERNELS = {
     "causal_conv": ("causal_conv",),
     "gated_delta": ("gated_delta_blocks", "gated_delta_rows"),
+    "channel_delta": ("channel_delta_blocks", "channel_delta_rows"),
     "mamba2": ("mamba2_blocks", "mamba2_rows"),
 }
 
@@ -257,7 +260,8 @@ class RecurrentCase:
     """Decode of a layer with a state per sequence, in the sizes of a model.
 
     Attributes:
-        kind: "conv" (a convolution alone), "delta" or "mamba2".
+        kind: "conv" (a convolution alone), "delta", "channels" (a delta rule with a decay for each
+            number of a key) or "mamba2".
         sizes: channels of the convolution alone, or groups, heads, inputs and outputs.
         width: taps of the convolution.
     """
@@ -280,6 +284,7 @@ def recurrent_cases() -> list[RecurrentCase]:
         ("conv", "LFM2-350M", (1024,), 3),
         ("delta", "Qwen3.5-0.8B", (16, 16, 128, 128), 4),
         ("delta", "Qwen3.5-27B", (16, 48, 128, 128), 4),
+        ("channels", "Kimi-Linear-48B-A3B", (32, 32, 128, 128), 4),
         ("mamba2", "Nemotron-Nano-4B", (8, 96, 128, 80), 4),
         ("mamba2", "Granite-4.0-H-Small", (1, 128, 128, 64), 4),
     )
@@ -292,6 +297,7 @@ def recurrent_cases() -> list[RecurrentCase]:
         *found,
         RecurrentCase("delta", "Qwen3.5-0.8B", 64, (16, 16, 128, 128), dtype="float32"),
         RecurrentCase("delta", "uneven", 5, (2, 6, 96, 80), 7, "float16"),
+        RecurrentCase("channels", "uneven", 5, (2, 6, 96, 80), 7, "float16"),
         RecurrentCase("mamba2", "wide", 5, (1, 4, 512, 48), 5),
     ]
 
@@ -481,6 +487,7 @@ def short_cases() -> list[Any]:
         RecurrentCase("delta", "Qwen3.5-0.8B", 64, (16, 16, 128, 128)),
         ChunkCase("causal_conv", "bfloat16", "Qwen3.5-0.8B", (4, 6144)),
         ChunkCase("gated_delta", "bfloat16", "Qwen3.6-35B-A3B", (16, 32, 128, 128)),
+        ChunkCase("channel_delta", "bfloat16", "Kimi-Linear-48B-A3B", (32, 32, 128, 128)),
         ChunkCase("mamba2", "bfloat16", "Nemotron-Nano-9B-v2", (8, 128, 128, 80)),
         LatentCase("ragged", "bfloat16", 128),
         LatentCase("ragged", "float8_e4m3fn", 128),

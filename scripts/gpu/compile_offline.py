@@ -57,7 +57,7 @@ from scripts.lib.run_record import about_run
 REQUIRED = (
     r"^(decode|ragged|mosaic_ragged) (bfloat16 h(64|128|256) |float8_e4m3fn h128 )p16$"
     r"|^kv_write|^step|^launch|^(grouped|quantized|quantized_grouped)_matmul (.+ )?bfloat16 "
-    r"|^(causal_conv|gated_delta|mamba2|recurrent|latent) "
+    r"|^(causal_conv|gated_delta|channel_delta|mamba2|recurrent|latent) "
 )
 """Cases that may not spill and may not copy KV."""
 H200, WORKER = "NVIDIA H200", "scripts.gpu.offline_worker"
@@ -223,6 +223,17 @@ def report_order(
     return 1 if wrong else 0
 
 
+def earlier_parts(recorded: dict[str, Any], about: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the commands and dates of the recorded parts, without that of this run."""
+    last = recorded.get("about", {})
+    parts = [*last.get("earlier", []), *([last] if last else [])]
+    return [
+        {name: part[name] for name in ("command", "date")}
+        for part in parts
+        if part["command"] != about["command"]
+    ]
+
+
 def report_cards(
     interpreter: pathlib.Path,
     about: dict[str, Any],
@@ -231,9 +242,14 @@ def report_cards(
     only: str,
     out: pathlib.Path,
 ) -> int:
-    """Compile cases for some cards, and write the table after each card."""
+    """Compile cases for some cards, and write the table after each card.
+
+    With `only`, other cases stay as recorded, and the table names their commands too.
+    """
     file = out / "cards.json"
-    cards = json.loads(file.read_text())["cards"] if file.is_file() else {}
+    recorded = json.loads(file.read_text()) if file.is_file() else {"cards": {}}
+    cards = recorded["cards"]
+    about = about | {"earlier": earlier_parts(recorded, about) if only else []}
     for target in targets:
         rows = compile_cases(interpreter, target.card.name, which, only)
         new = {row["name"] for row in rows}

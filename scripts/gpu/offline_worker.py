@@ -23,6 +23,8 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels import (
+    ChannelDeltaOptions,
+    ChannelGates,
     ConvOptions,
     DeltaOptions,
     LatentOptions,
@@ -175,15 +177,17 @@ def compile_states(case: ChunkCase, compiler: Compiler) -> dict[str, Any]:
         arrays += [array(jnp.float32, 2 * R, taps - 1, channels), array(dtype, taps, channels)]
         donate, last = 1, array(dtype, channels)
     else:
-        kind = DeltaOptions if case.op == "gated_delta" else Mamba2Options
-        options, heads = kind(*case.sizes), case.sizes[1]
-        gates = (2, heads) if case.op == "gated_delta" else (heads,)
-        arrays = [array(dtype, T, options.width), array(dtype, T, *gates)]
+        kinds = DeltaOptions, ChannelDeltaOptions, Mamba2Options
+        options = next(kind for kind in kinds if kind.op == case.op)(*case.sizes)
+        gates = [array(dtype, T, *shape) for shape in options.gates]
+        gates = ChannelGates(*gates) if len(gates) > 1 else gates[0]
+        arrays = [array(dtype, T, options.width), gates]
         arrays.append(array(jnp.float32, 2 * R, *case.sizes[1:]))
-        donate, last = 2, array(jnp.float32, options.num_constants, heads)
+        donate, last = 2, array(jnp.float32, *options.constants)
 
     def call(*arrays):
-        return getattr(pallas_kernels, case.op)(*arrays, options, implementation="triton")
+        name = "gated_delta" if case.op == "channel_delta" else case.op
+        return getattr(pallas_kernels, name)(*arrays, options, implementation="triton")
 
     shapes, kernels = (*arrays, last, rows), STATE_KERNELS[case.op]
     return compiler.row(case.name, call, shapes, kernels, arrays[donate].shape, (donate,))

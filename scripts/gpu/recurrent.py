@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import (
+    ChannelDeltaOptions,
+    ChannelGates,
     ConvWeights,
     DeltaOptions,
     Mamba2Options,
@@ -27,7 +29,8 @@ from scripts.gpu.step_times import Size, time_step
 
 def options_of(case: RecurrentCase) -> DeltaOptions | Mamba2Options:
     """Return the sizes of the recurrence of a case."""
-    return (DeltaOptions if case.kind == "delta" else Mamba2Options)(*case.sizes)
+    kinds = {"delta": DeltaOptions, "channels": ChannelDeltaOptions, "mamba2": Mamba2Options}
+    return kinds[case.kind](*case.sizes)
 
 
 def decode_rows(rows: int, places: int) -> StateRows:
@@ -76,10 +79,11 @@ def recurrent_arrays(case: RecurrentCase, places: int) -> tuple[tuple[jax.Array,
     if case.kind == "conv":
         return (conv,), (x, weights)
     options = options_of(case)
-    gates = (case.rows, 2, options.heads) if case.kind == "delta" else (case.rows, options.heads)
+    parts = [draw(case.rows, *shape) for shape in options.gates]
+    gates = ChannelGates(*parts) if case.kind == "channels" else parts[0]
     state = states(options.heads, options.inputs, options.outputs)
-    constants = draw(options.num_constants, options.heads, kind=jnp.float32)
-    return (conv, state), (x, weights, draw(*gates), constants)
+    constants = draw(*options.constants, kind=jnp.float32)
+    return (conv, state), (x, weights, gates, constants)
 
 
 def call_of(case: RecurrentCase, implementation: str, one_token: bool = True) -> Callable[..., Any]:
@@ -114,6 +118,7 @@ def recurrent_call(case: RecurrentCase, implementation: str) -> tuple[Any, Calla
 SMALL = (
     RecurrentCase("conv", "small", 6, (40,), 3),
     RecurrentCase("delta", "small", 6, (2, 4, 16, 16), 4, "float32"),
+    RecurrentCase("channels", "small", 6, (2, 2, 16, 24)),
     RecurrentCase("mamba2", "small", 6, (1, 2, 16, 24)),
 )
 """Cases of a rehearsal."""

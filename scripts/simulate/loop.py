@@ -275,8 +275,8 @@ class Simulation:
         shape = (len(plan),) if plan.num_steps == 1 else (plan.num_steps, len(plan))
         drawn, ok = np.full(shape, 7, np.int32), np.ones(shape, bool)
         result = self.scheduler.commit(plan, drawn, ok)
-        for sequence in result.sequences:
-            self._records[sequence].token_times.append(self.now)
+        for sequence, first, last in result.rows():
+            self._records[sequence].token_times += [self.now] * (last - first)
         for sequence in result.finished:
             self._records[sequence].cached = max(sequence.num_cached, 0)
             if closed:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from jaxserve import LLM, CheckpointError, EngineConfig
@@ -216,6 +216,52 @@ def test_kinds_that_are_not_built_say_what_is_missing(field, value, named):
     _, fields = byte_level()
     with pytest.raises(CheckpointError, match=rf"'{value}', which needs .*{named}"):
         gguf_tokenizer(fields | {f"tokenizer.ggml.{field}": value}, "m.gguf")
+
+
+def in_characters() -> tuple[Tokenizer, dict[str, Any]]:
+    """Return a trained BPE of characters like Gemma 4's, and its metadata."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|user|>"]
+    letters = [f"<0x{byte:02X}>" for byte in range(256)]
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special + letters)
+    trained.train_from_iterator(CORPUS, trainer)
+    model = json.loads(trained.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    backend = Tokenizer(
+        models.BPE(model["vocab"], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_special_tokens(["<bos>", "<|user|>"])
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    return backend, {
+        "general.architecture": "gemma4",
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": np.full(len(tokens), -1000, np.float32),
+        "tokenizer.ggml.token_type": np.int32([3] * 5 + [6] * 256 + [1] * (len(tokens) - 261)),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+
+
+def test_merges_of_characters_of_gemma_4():
+    backend, fields = in_characters()
+    tokenizer = ours(fields, len(fields["tokenizer.ggml.tokens"]))
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == backend.encode(text, add_special_tokens=False).ids, text
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+        assert tokenizer.encode(text) == [2, *ids]
+    with pytest.raises(CheckpointError, match=r'merges is missing.*"gemma4"'):
+        gguf_tokenizer(fields | {"tokenizer.ggml.merges": None}, "m.gguf")
 
 
 GEMMA_RUN = 7  # longest run of blanks that is a token (31 in Gemma's)

@@ -18,9 +18,12 @@ WORK = {
     "four": SamplingParams(temperature=1.2, top_p=0.8, seed=6, max_tokens=17, stop=["a", "e"]),
     "five": SamplingParams(temperature=1.0, seed=1, max_tokens=9, repetition_penalty=1.5),
     "six": SamplingParams(temperature=1.5, seed=2, max_tokens=30, bad_words=["b", "c"]),
+    "seven": SamplingParams(temperature=0, max_tokens=6, logprobs=2),
+    "eight": SamplingParams(temperature=1.3, seed=4, max_tokens=11, logprobs=0, n=3),
+    "nine": SamplingParams(temperature=1.0, seed=8, max_tokens=18, logprobs=20, prompt_logprobs=3),
 }
 ALONE = {
-    "scored": SamplingParams(temperature=0, max_tokens=6, logprobs=2),
+    "listed": SamplingParams(temperature=0, max_tokens=6, logprob_token_ids=[3, 5]),
     "guided": SamplingParams(
         seed=3, max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[0-9]{4}")
     ),
@@ -31,7 +34,7 @@ def answers(llm: LLM, work: dict[str, SamplingParams]) -> list[Any]:
     outputs = [llm.generate(prompt, one, use_tqdm=False)[0] for prompt, one in work.items()]
     outputs += llm.generate(list(work), list(work.values()), use_tqdm=False)
     return [
-        (one.text, one.token_ids, one.finish_reason, one.stop_reason)
+        (one.text, one.token_ids, one.finish_reason, one.stop_reason, one.logprobs)
         for output in outputs
         for one in output.outputs
     ]

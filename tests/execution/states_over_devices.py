@@ -35,6 +35,8 @@ CASES = MappingProxyType(
         "nemotron_h_all_kinds": {"n_groups": 2},
         "nemotron_h_dense_biases": {"mamba_num_heads": 8, "n_groups": 4},
         "mamba2_two_groups": {},
+        "kimi_linear_low_rank": {"linear_num_heads": 4},
+        "bailing_hybrid_bounded": {},
     }
 )
 # With a state of heads, a state of channels, and a projection of keys, values and gates in one.

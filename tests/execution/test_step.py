@@ -55,7 +55,7 @@ def test_a_launch_returns_the_state_it_took_and_a_token_for_each_row(
     if bucket.greedy:
         assert output.logprobs is None
     else:
-        assert output.logprobs.top_ids.shape == (bucket.num_tokens, MAX_LOGPROBS)
+        assert output.logprobs.top_ids.shape == (*steps, bucket.num_tokens, MAX_LOGPROBS)
 
 
 def shapes(tree: Any) -> list[tuple[tuple[int, ...], jnp.dtype]]:

@@ -16,10 +16,12 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.devices import DeviceLimits, find_card
-from pallas_kernels.gpu import triton_causal_conv, triton_state_chunks
+from pallas_kernels.gpu import triton_causal_conv, triton_channel_chunks, triton_state_chunks
 from pallas_kernels.gpu.triton_state_chunks import ChunkConfig
 from pallas_kernels.implementation import choose
 from pallas_kernels.state_arguments import (
+    ChannelDeltaOptions,
+    ChannelGates,
     ConvOptions,
     DeltaOptions,
     Mamba2Options,
@@ -39,6 +41,12 @@ SMALL = ChunkConfig(block_tokens=16, columns=16, block_inputs=16, row_inputs=16)
 CASES: dict[str, tuple[Any, Any, ChunkConfig | None]] = {
     "delta": (DeltaOptions(1, 3, 24, 20), jnp.bfloat16, None),
     "delta-small-blocks": (DeltaOptions(2, 4, 40, 33, strength=2.0), jnp.float32, SMALL),
+    "channels": (ChannelDeltaOptions(1, 2, 24, 20), jnp.bfloat16, None),
+    "channels-small-blocks": (
+        ChannelDeltaOptions(2, 2, 40, 33, strength=2.0, bound=2.5),
+        jnp.float32,
+        SMALL,
+    ),
     "mamba2": (Mamba2Options(1, 2, 24, 40, 0.01, 2.0), jnp.bfloat16, None),
     "mamba2-small-blocks": (Mamba2Options(2, 2, 20, 16), jnp.float32, SMALL),
     "conv": (ConvOptions("silu"), jnp.bfloat16, None),
@@ -46,10 +54,13 @@ CASES: dict[str, tuple[Any, Any, ChunkConfig | None]] = {
 }
 OTHERS: dict[str, tuple[Any, Any, ChunkConfig | None]] = {
     "delta-float16": (DeltaOptions(1, 1, 8, 8), jnp.float16, None),
+    "channels-float16": (ChannelDeltaOptions(1, 1, 8, 8), jnp.float16, None),
+    "channels-float32": (ChannelDeltaOptions(1, 1, 70, 8), jnp.float32, None),
     "mamba2-float32": (Mamba2Options(1, 1, 70, 8), jnp.float32, None),
 }
 OPERATIONS = {
     ConvOptions: "causal_conv",
+    ChannelDeltaOptions: "gated_delta",
     DeltaOptions: "gated_delta",
     Mamba2Options: "mamba2",
 }
@@ -85,12 +96,12 @@ def operands(name: str) -> list[Any]:
         bias = draw(4, channels, dtype=dtype) if options.activation == "silu" else None
         past, weight = draw(2, PLACES, taps - 1, channels), draw(3, taps, channels, dtype=dtype)
         return [draw(1, TOKENS, channels, dtype=dtype), past.at[UNREAD].set(jnp.nan), weight, bias]
-    gates = (2, options.heads) if isinstance(options, DeltaOptions) else (options.heads,)
     past = draw(2, PLACES, options.heads, options.inputs, options.outputs)
-    constants = draw(4, options.num_constants, options.heads)
     # The first head forgets everything at most tokens.
-    constants = constants.at[0, 0].set(5.0)
-    mixed, gate = draw(1, TOKENS, options.width, dtype=dtype), draw(3, TOKENS, *gates, dtype=dtype)
+    constants = draw(4, *options.constants).at[0, 0].set(5.0)
+    mixed = draw(1, TOKENS, options.width, dtype=dtype)
+    gates = [draw(5 + nth, TOKENS, *shape, dtype=dtype) for nth, shape in enumerate(options.gates)]
+    gate = ChannelGates(*gates) if isinstance(options, ChannelDeltaOptions) else gates[0]
     return [mixed, gate, past.at[UNREAD].set(jnp.nan), constants]
 
 
@@ -107,6 +118,7 @@ def compiled(name: str, is_specification: bool) -> Any:
         fixed = {"options": options, "case": case, "interpret": True}
         fixed |= {} if config is None else {"config": config}
         module = triton_causal_conv if is_conv else triton_state_chunks
+        module = triton_channel_chunks if isinstance(options, ChannelDeltaOptions) else module
         run = functools.partial(getattr(module, op), **fixed)
     return jax.jit(run, compiler_options=EXACT)
 
@@ -130,7 +142,7 @@ def check(name: str, rows: StateRows, poisoned: int | None = None) -> None:
     arrays[0] = jnp.where(jnp.asarray(is_nan)[:, None], jnp.nan, arrays[0])
     y, after = (np.asarray(part, np.float64) for part in compiled(name, False)(*arrays, rows))
     with jax.enable_x64(True):
-        wide = [None if part is None else part.astype(jnp.float64) for part in arrays]
+        wide = jax.tree.map(lambda part: part.astype(jnp.float64), arrays)
         results = compiled(name, True)(*wide, rows)
         expected, expected_after = (np.asarray(part) for part in results)
     assert not y[is_padding].any()
@@ -148,7 +160,9 @@ def test_rows_of_every_length(name: str) -> None:
         check(name, rows_of(length, int(rng.integers(0, length + 1)), length))
 
 
-@pytest.mark.parametrize("name", ["delta-small-blocks", "mamba2", "conv-of-seven"])
+@pytest.mark.parametrize(
+    "name", ["delta-small-blocks", "channels-small-blocks", "mamba2", "conv-of-seven"]
+)
 def test_borders_at_every_offset(name: str) -> None:
     for border in range(LONGEST + 1):
         check(name, rows_of(LONGEST, border, border))
@@ -160,13 +174,13 @@ def test_other_dtypes(name: str) -> None:
         check(name, rows_of(length, length // 2, length, last))
 
 
-@pytest.mark.parametrize("name", ["delta", "mamba2", "conv"])
+@pytest.mark.parametrize("name", ["delta", "channels", "mamba2", "conv"])
 def test_numbers_of_a_row_reach_no_other_row(name: str) -> None:
     for row in (0, 1, 3):
         check(name, rows_of(20, 7, 0), poisoned=row)
 
 
-@pytest.mark.parametrize("op", ["causal_conv", "gated_delta", "mamba2"])
+@pytest.mark.parametrize("op", ["causal_conv", "gated_delta", "channel_delta", "mamba2"])
 def test_cards_from_capability_8_0_on_run_kernels(op: str) -> None:
     names = {}
     for name in ("Tesla T4", "NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA GeForce RTX 5090"):

@@ -16,6 +16,8 @@ from pallas_kernels.gpu import triton_states
 from pallas_kernels.gpu.triton_states import RecurrenceConfig, recurrence_config
 from pallas_kernels.implementation import choose
 from pallas_kernels.state_arguments import (
+    ChannelDeltaOptions,
+    ChannelGates,
     ConvOptions,
     ConvWeights,
     DeltaOptions,
@@ -35,6 +37,8 @@ RECURRENCES: tuple[tuple[Options, int, int, int], ...] = (
     (DeltaOptions(3, 3, 24, 40, strength=2.0), 2, 64, 1),
     (Mamba2Options(2, 4, 20, 48, 0.01, 2.0), 5, 32, 4),
     (Mamba2Options(1, 2, 7, 5), 7, 16, 1),
+    (ChannelDeltaOptions(2, 4, 24, 40), 4, 16, 2),
+    (ChannelDeltaOptions(2, 2, 16, 32, bound=2.5), 3, 32, 1),
 )
 
 
@@ -72,14 +76,15 @@ def operands(options: Options, taps: int, dtype: Any) -> tuple[Any, ...]:
     """Return the arguments of `conv_recurrence` before the options."""
     exact = jnp.promote_types(dtype, jnp.float32)
     is_delta = isinstance(options, DeltaOptions)
-    gates = (ROWS, 2, options.heads) if is_delta else (ROWS, options.heads)
     conv = states_of(2, taps - 1, options.width, dtype=exact)
     state = states_of(3, options.heads, options.inputs, options.outputs, dtype=exact)
     bias = None if is_delta else draw(5, options.width, dtype=dtype)
     weights = ConvWeights(draw(4, taps, options.width, dtype=dtype), bias)
-    constants = draw(6, options.num_constants, options.heads, dtype=exact)
+    constants = draw(6, *options.constants, dtype=exact)
     mixed = draw(0, ROWS, options.width, dtype=dtype)
-    return mixed, draw(1, *gates, dtype=dtype), (conv, state), weights, constants, step_rows()
+    gates = [draw(7 + nth, ROWS, *shape, dtype=dtype) for nth, shape in enumerate(options.gates)]
+    gates = ChannelGates(*gates) if isinstance(options, ChannelDeltaOptions) else gates[0]
+    return mixed, gates, (conv, state), weights, constants, step_rows()
 
 
 def run(function: Any, *arrays: Any, **fixed: Any) -> Any:
@@ -103,7 +108,10 @@ def check(got: Any, expected: Any, before: Any, dtype: Any) -> None:
 
 @pytest.mark.parametrize(
     ("nth", "dtype"),
-    [(0, jnp.bfloat16), (1, jnp.float32), (2, jnp.float16), (3, jnp.bfloat16)],
+    [
+        *((0, jnp.bfloat16), (1, jnp.float32), (2, jnp.float16), (3, jnp.bfloat16)),
+        *((4, jnp.bfloat16), (5, jnp.float32), (4, jnp.float16)),
+    ],
 )
 def test_one_launch_follows_the_specification(nth: int, dtype: Any) -> None:
     options, taps, block, programs = RECURRENCES[nth]
@@ -131,7 +139,7 @@ def test_convolution_alone(width: int, channels: int, is_biased: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.bfloat16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("nth", [0, 2])
+@pytest.mark.parametrize("nth", [0, 2, 4])
 def test_a_cpu_runs_the_same_kernels_for_every_step(nth: int, dtype: Any) -> None:
     options, taps, *_ = RECURRENCES[nth]
     recurrence = gated_delta if isinstance(options, DeltaOptions) else mamba2

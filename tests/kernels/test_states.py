@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference, states
-from pallas_kernels.state_arguments import ConvOptions, DeltaOptions, Mamba2Options, StateRows
+from pallas_kernels.state_arguments import (
+    ChannelDeltaOptions,
+    ChannelGates,
+    ConvOptions,
+    DeltaOptions,
+    Mamba2Options,
+    StateRows,
+)
 
 DTYPES = (jnp.float64, jnp.float32, jnp.bfloat16)
 CONVOLUTIONS = ((3, 48), (7, 130), (2, 1))  # width and channels
@@ -52,10 +60,10 @@ def operands(op: str, sizes: Any, tokens: int, dtype: Any, biased: bool = True) 
         weight, bias = draw(3, width, channels, dtype=dtype), draw(4, channels, dtype=dtype)
         return [draw(1, tokens, channels, dtype=dtype), past, weight, bias if biased else None]
     past = draw(2, PLACES, sizes.heads, sizes.inputs, sizes.outputs, dtype=exact)
-    gates = (tokens, 2, sizes.heads) if op == "gated_delta" else (tokens, sizes.heads)
-    constants = draw(4, sizes.num_constants, sizes.heads, dtype=exact)
-    mixed = draw(1, tokens, sizes.width, dtype=dtype)
-    return [mixed, draw(3, *gates, dtype=dtype), past, constants]
+    gates = [draw(3 + nth, tokens, *shape, dtype=dtype) for nth, shape in enumerate(sizes.gates)]
+    gates = ChannelGates(*gates) if isinstance(sizes, ChannelDeltaOptions) else gates[0]
+    constants = draw(5, *sizes.constants, dtype=exact)
+    return [draw(1, tokens, sizes.width, dtype=dtype), gates, past, constants]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -68,6 +76,8 @@ def operands(op: str, sizes: Any, tokens: int, dtype: Any, biased: bool = True) 
         *(("causal_conv", sizes) for sizes in CONVOLUTIONS),
         *(("gated_delta", DeltaOptions(*sizes)) for sizes in SIZES),
         ("gated_delta", DeltaOptions(*SIZES[1], strength=2.0)),
+        *(("gated_delta", ChannelDeltaOptions(*sizes)) for sizes in SIZES),
+        *(("gated_delta", ChannelDeltaOptions(*sizes, bound=2.5)) for sizes in SIZES[:2]),
         *(("mamba2", Mamba2Options(*sizes, 0.01, 2.0)) for sizes in SIZES),
     ],
     ids=str,
@@ -86,7 +96,7 @@ def check(op: str, sizes: Any, dtype: Any, lengths: list[int]) -> None:
     options = sizes
     if op == "causal_conv":
         options = ConvOptions("silu" if len(lengths) % 2 else "none")
-    wide = [array if array is None else array.astype(jnp.float64) for array in given]
+    wide = jax.tree.map(lambda array: array.astype(jnp.float64), given)
     y, after = jax.jit(getattr(states, op), static_argnums=5)(*given, rows, options)
     specified = jax.jit(getattr(reference, op), static_argnums=5)
     expected, expected_after = specified(*wide, rows, options)
@@ -98,27 +108,30 @@ def check(op: str, sizes: Any, dtype: Any, lengths: list[int]) -> None:
     np.testing.assert_allclose(after, expected_after, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("op", ["causal_conv", "gated_delta", "mamba2"])
+@pytest.mark.parametrize("op", ["causal_conv", "gated_delta", "channel_delta", "mamba2"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 def test_bits_do_not_depend_on_chunks(op: str, dtype: Any) -> None:
     length = 24
     sizes: Any = {
         "causal_conv": (4, 37),
         "gated_delta": DeltaOptions(2, 4, 16, 24),
+        "channel_delta": ChannelDeltaOptions(2, 4, 16, 24),
         "mamba2": Mamba2Options(2, 4, 16, 24),
     }[op]
     options = ConvOptions("silu") if op == "causal_conv" else sizes
     inputs = [0] if op == "causal_conv" else [0, 1]
     place = 1 if op == "causal_conv" else 2
     given = operands(op, sizes, length, dtype)
-    run = jax.jit(getattr(states, op), static_argnums=5)
+    name = "gated_delta" if op == "channel_delta" else op
+    run = jax.jit(getattr(states, name), static_argnums=5)
     results: list[Any] = []
     for chunks in ([24], [8, 8, 8], [2, 1, 5, 16], [1] * 24):
         now, outputs, done = list(given), [], 0
         for chunk in chunks:
             part = list(now)
             for index in inputs:
-                part[index] = given[index][done : done + chunk]
+                cut = partial(jax.lax.slice_in_dim, start_index=done, limit_index=done + chunk)
+                part[index] = jax.tree.map(cut, given[index])
             source = -1 if done == 0 else 3
             numbers = [[0, chunk], [source], [3], [0], [0]]
             rows = StateRows(*(jnp.asarray(number, jnp.int32) for number in numbers))

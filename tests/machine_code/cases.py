@@ -31,7 +31,7 @@ CARDS: dict[Capability, str] = {
 FAMILIES = (
     *("decode", "ragged", "mosaic", "kv_write", "rope_kv_write", "add_norm"),
     *("greatest", "few_rows", "grouped", "quantized", "quantized_grouped"),
-    *("causal_conv", "state_chunks", "state_steps", "latent"),
+    *("causal_conv", "state_chunks", "channel_chunks", "state_steps", "latent"),
 )
 
 

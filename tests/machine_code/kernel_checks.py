@@ -32,6 +32,7 @@ USUAL: dict[str, Capability] = {
     "quantized_grouped": (9, 0),
     "causal_conv": (10, 0),
     "state_chunks": (9, 0),
+    "channel_chunks": (9, 0),
     "state_steps": (10, 0),
     "latent": (9, 0),
 }

@@ -249,7 +249,12 @@ def _recurrence(draw: Draw, most: int) -> tuple[str, tuple[int, ...]]:
     groups = draw.number(1, 3)
     inputs = draw.pick(draw.number(4, 40), 64, 96, 128)
     outputs = draw.number(1, max(1, min(130, most // inputs)))
-    return draw.pick("delta", "mamba2"), (groups, groups * draw.number(1, 3), inputs, outputs)
+    return draw.pick("delta", "channels", "mamba2"), (
+        groups,
+        groups * draw.number(1, 3),
+        inputs,
+        outputs,
+    )
 
 
 def _state_steps(name: str, draw: Draw) -> Case:

@@ -13,7 +13,15 @@ import jax
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels import ConvOptions, DeltaOptions, Mamba2Options, StateRows, reference
+from pallas_kernels import (
+    ChannelDeltaOptions,
+    ChannelGates,
+    ConvOptions,
+    DeltaOptions,
+    Mamba2Options,
+    StateRows,
+    reference,
+)
 from tests.machine_code.attention_cases import DTYPES, evaluate
 from tests.machine_code.case import Capability, Case
 from tests.machine_code.comparison import Tolerance
@@ -23,8 +31,26 @@ PLACES = 10
 KINDS = {"own": (0, 0), "fresh": (-1, 1), "padding": (2, -1), "restored": (3, 4)}
 """Source and target of rows of each kind. Borders have the places from 5 on."""
 UNREAD = np.array([1, 2, 4, 5, 6, 7, 8, 9])
+RECURRENCES: dict[str, Any] = {
+    "delta": DeltaOptions,
+    "channels": ChannelDeltaOptions,
+    "mamba2": Mamba2Options,
+}
+BOUND = 3.0
+"""Bound of the decays of some cases."""
 SMALL = 2.0**-12
 """Factor of numbers whose squares are about as large as the `eps` of a norm."""
+
+
+def recurrence_options(kind: str, sizes: tuple[int, ...]) -> Any:
+    """Return the options of a recurrence. Channels of an odd number of groups have a bound."""
+    bound = {"bound": BOUND} if kind == "channels" and sizes[0] % 2 else {}
+    return RECURRENCES[kind](*sizes, **bound)
+
+
+def gates_of(arrays: Any) -> Any:
+    """Return the gates of an operation from its arrays of gates."""
+    return ChannelGates(*arrays) if len(arrays) > 1 else arrays[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +59,7 @@ class StateChunkCase(Case):
 
     Attributes:
         name: unique among all cases.
-        kind: "conv", "delta" or "mamba2".
+        kind: "conv", "delta", "channels" (with a decay for each number of a key) or "mamba2".
         sizes: taps and channels, or groups, heads, inputs and outputs.
         lengths: tokens of at most 4 rows.
         borders: of the rows.
@@ -57,7 +83,8 @@ class StateChunkCase(Case):
 
     @property
     def family(self) -> str:  # type: ignore[override]
-        return "causal_conv" if self.kind == "conv" else "state_chunks"
+        others = {"conv": "causal_conv", "channels": "channel_chunks"}
+        return others.get(self.kind, "state_chunks")
 
     @property
     def kernel_module(self) -> str:  # type: ignore[override]
@@ -88,7 +115,7 @@ class StateChunkCase(Case):
         """Options of the operation."""
         if self.kind == "conv":
             return ConvOptions("silu" if self.has_bias else "none")
-        return DeltaOptions(*self.sizes) if self.kind == "delta" else Mamba2Options(*self.sizes)
+        return recurrence_options(self.kind, self.sizes)
 
     def runs_on(self, capability: Capability) -> bool:
         """Return whether the machine code for a capability can be executed."""
@@ -110,9 +137,9 @@ class StateChunkCase(Case):
             inputs, constants = [x], [draw(taps, channels), draw(channels)][: 1 + self.has_bias]
             constants = [array.astype(dtype) for array in constants]
         else:
-            gates = (tokens, 2, options.heads) if self.kind == "delta" else (tokens, options.heads)
             x, past = draw(tokens, options.width), draw(PLACES, *self.sizes[1:])
-            inputs, constants = [x, draw(*gates)], [draw(options.num_constants, options.heads)]
+            inputs = [x, *(draw(tokens, *shape) for shape in options.gates)]
+            constants = [draw(*options.constants)]
         past[UNREAD] = np.nan
         kinds = self.kinds[: len(self.lengths)]
         for array in inputs:
@@ -132,13 +159,14 @@ class StateChunkCase(Case):
         if self.kind == "conv":
             weight, *bias = others
             return x, past, weight, bias[0] if bias else None, rows, self.options
-        gates, constants = others
-        return x, gates, past, constants, rows, self.options
+        *gates, constants = others
+        return x, gates_of(gates), past, constants, rows, self.options
 
     @property
     def operation(self) -> str:
         """Name of the operation."""
-        return {"conv": "causal_conv", "delta": "gated_delta", "mamba2": "mamba2"}[self.kind]
+        others = {"conv": "causal_conv", "mamba2": "mamba2"}
+        return others.get(self.kind, "gated_delta")
 
     def call(self, *arrays: jax.Array) -> Any:
         """Call the kernel."""
@@ -167,8 +195,8 @@ def state_chunk_cases() -> list[Case]:
     """List steps of each kind: blocks that sizes divide or not, with several rows or one."""
 
     def case(name: str, *fields: Any, **named: Any) -> Case:
-        family = "causal_conv" if fields[0] == "conv" else "state_chunks"
-        return StateChunkCase(f"{family}-{name}", *fields, **named)
+        found = StateChunkCase("", *fields, **named)
+        return dataclasses.replace(found, name=f"{found.family}-{name}")
 
     few: dict[str, Any] = {"lengths": (33, 1, 2, 5), "borders": (32, 0, 1, 5)}
     return [
@@ -180,6 +208,11 @@ def state_chunk_cases() -> list[Case]:
         case("delta-bf16-h128", "delta", (1, 1, 128, 16), lengths=(65, 2), borders=(64, 1)),
         case("delta-f32", "delta", (1, 2, 24, 20), dtype="f32", **few),
         case("delta-f16", "delta", (1, 1, 16, 16), dtype="f16", **few),
+        case("bf16", "channels", (2, 2, 32, 32)),
+        case("bf16-bound-uneven", "channels", (1, 2, 40, 24), **few),
+        case("bf16-h128", "channels", (1, 1, 128, 16), lengths=(65, 2), borders=(64, 1)),
+        case("f32", "channels", (2, 2, 24, 20), dtype="f32", **few),
+        case("f16-bound", "channels", (1, 1, 16, 16), dtype="f16", **few),
         case("mamba2-bf16", "mamba2", (1, 2, 32, 24)),
         case("mamba2-bf16-h128x80", "mamba2", (1, 1, 128, 80), lengths=(66,), borders=(3,)),
         case("mamba2-f32", "mamba2", (2, 2, 40, 33), dtype="f32", **few),

@@ -14,18 +14,12 @@ import jax
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels import (
-    ConvOptions,
-    ConvWeights,
-    DeltaOptions,
-    Mamba2Options,
-    StateRows,
-    reference,
-)
+from pallas_kernels import ConvOptions, ConvWeights, StateRows, reference
 from tests.machine_code.attention_cases import DTYPES, evaluate
 from tests.machine_code.case import Case
 from tests.machine_code.comparison import Tolerance
 from tests.machine_code.product_cases import ROUNDING
+from tests.machine_code.state_cases import gates_of, recurrence_options
 
 PLACES = 12
 KINDS = {
@@ -49,7 +43,7 @@ class StateStepCase(Case):
 
     Attributes:
         name: unique among all cases.
-        kind: "conv", "delta" or "mamba2".
+        kind: "conv", "delta", "channels" or "mamba2".
         sizes: channels, or groups, heads, inputs and outputs.
         taps: of the convolution.
         rows: kinds of the rows.
@@ -99,7 +93,7 @@ class StateStepCase(Case):
         """Options of the operation."""
         if self.kind == "conv":
             return ConvOptions("silu" if self.has_bias else "none")
-        return DeltaOptions(*self.sizes) if self.kind == "delta" else Mamba2Options(*self.sizes)
+        return recurrence_options(self.kind, self.sizes)
 
     def arguments(self) -> list[np.ndarray]:
         """Make the arguments of the compiled program."""
@@ -123,12 +117,13 @@ class StateStepCase(Case):
         found = [array.astype(dtype) for array in found]
         found.insert(1, states(self.taps - 1, channels))
         if self.kind != "conv":
-            gates = (tokens, 2, options.heads) if self.kind == "delta" else (tokens, options.heads)
-            numbers = draw(*gates)
-            numbers[absent] = np.nan
-            found.insert(1, numbers.astype(dtype))
+            gates = [draw(tokens, *shape) for shape in options.gates]
+            for numbers in gates:
+                numbers[absent] = np.nan
+            first, *more = (numbers.astype(dtype) for numbers in gates)
+            found.insert(1, first)
             found.insert(3, states(*self.sizes[1:]))
-            found.append(draw(options.num_constants, options.heads))
+            found += [draw(*options.constants), *more]
         start = np.minimum(np.arange(tokens + 1), len(self.rows))
         places = [KINDS[kind] for kind in self.rows] + [(0, -1, 1, 5)] * self.absent
         places = np.array(places).T
@@ -142,8 +137,11 @@ class StateStepCase(Case):
         if self.kind == "conv":
             x, states, weight, *bias = arrays
             return x, states, weight, bias[0] if bias else None, rows, self.options
-        mixed, gates, conv, state, *weights, constants = arrays
-        return mixed, gates, (conv, state), ConvWeights(*weights), constants, rows, self.options
+        more = len(self.options.gates) - 1
+        arrays, gates = arrays[: len(arrays) - more], arrays[len(arrays) - more :]
+        mixed, first, conv, state, *weights, constants = arrays
+        gates, weights = gates_of([first, *gates]), ConvWeights(*weights)
+        return mixed, gates, (conv, state), weights, constants, rows, self.options
 
     def call(self, *arrays: jax.Array) -> Any:
         """Call the kernel."""
@@ -188,6 +186,9 @@ def state_step_cases() -> list[Case]:
         case("delta-bf16-one-program", "delta", (1, 2, 64, 64), rows=few, has_spare=False),
         case("delta-f32-uneven", "delta", (1, 3, 24, 40), 2, dtype="f32"),
         case("delta-f16-h128", "delta", (1, 1, 128, 128), rows=few, dtype="f16"),
+        case("channels-bf16", "channels", (2, 4, 32, 32), has_bias=False),
+        case("channels-f32-bound-uneven", "channels", (1, 3, 24, 40), 2, dtype="f32"),
+        case("channels-f16-h128", "channels", (2, 2, 128, 32), rows=few, dtype="f16"),
         case("mamba2-bf16", "mamba2", (2, 4, 16, 48)),
         case("mamba2-bf16-h128x80", "mamba2", (1, 2, 128, 80), rows=few, absent=0),
         case("mamba2-f32", "mamba2", (1, 2, 7, 5), 7, dtype="f32", has_spare=False),

@@ -76,6 +76,7 @@ NEEDED = {
     "Mamba2ForCausalLM": {"num_key_value_heads": None},
     "OlmoHybridForCausalLM": {"num_key_value_heads": 30},
     "DeepseekV3ForCausalLM": {"num_key_value_heads": 128},
+    "SarvamMLAForCausalLM": {"num_key_value_heads": 64},
     "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 300_000},
     "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 20},
     "Mistral4ForCausalLM": {"num_key_value_heads": 32},

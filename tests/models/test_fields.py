@@ -65,6 +65,27 @@ SHARED_EXPERT: list[dict[str, Any]] = [
     {"moe_intermediate_size": 12},
     {"shared_expert_intermediate_size": 12},
 ]
+CHANNEL_DELTA: list[dict[str, Any]] = [
+    {"layer_types": [FULL, "linear_attention", "linear_attention"]},
+    {"layer_types": [FULL, "conv", "conv"]},
+    {"mlp_layer_types": ["sparse", "sparse", "sparse"]},
+    {"linear_num_heads": 2},
+    {"num_experts": 5},
+    {"num_experts_per_token": 3},
+    {"moe_intermediate_size": 12},
+    {"moe_renormalize": False},
+    {"num_shared_experts": 1},
+    {"topk_group": 3},
+    {"num_expert_group": 2},
+    {"qk_rope_head_dim": 4},
+    {"routed_scaling_factor": 2.0},
+    {"attention_bias": True},
+    {"q_lora_rank": 24},
+    {"kv_lora_rank": 8},
+    {"qk_nope_head_dim": 11},
+    {"qk_head_dim": 21},
+    {"v_head_dim": 8},
+]
 MAMBA: list[dict[str, Any]] = [
     {"mamba_n_heads": 8, "mamba_d_head": "auto"},
     {"mamba_n_heads": 7},
@@ -210,6 +231,59 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.rope_theta": 600.0},
     ],
     "deepseek_v2_one_projection_yarn": [{"rope_parameters.mscale_all_dim": 0.5}],
+    "kimi_linear_low_rank": [
+        *CHANNEL_DELTA,
+        {"linear_head_dim": 8},
+        {"linear_conv_kernel_dim": 3},
+        {"mla_use_nope": False},
+        {"moe_router_activation_func": "softmax"},
+        {"linear_attn_config": {"head_dim": 8}},
+        {"linear_attn_config": {"num_heads": 2, "short_conv_kernel_size": 3}},
+        {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 2]}},
+        {"linear_attn_config": {"gate_lower_bound": -5.0}},
+        {"linear_attn_config": [1]},
+    ],
+    "bailing_hybrid_bounded": [
+        *CHANNEL_DELTA,
+        {"linear_head_dim": 8},
+        {"linear_conv_kernel_dim": 3},
+        {"first_k_dense_replace": 2},
+        {"layer_group_size": 3},
+        {"short_conv_kernel_size": 3},
+        {"rope_theta": 600.0},
+        {"kda_safe_gate": False},
+        {"kda_lower_bound": -3.0},
+        {"kda_lower_bound": 1.0},
+        {"rotary_dim": 4},
+        {"rope_interleave": False},
+        {"rope_parameters.rope_theta": 600.0},
+        {"no_kda_lora": False},
+        {"gated_attention_proj_granularity_type": "element_wise"},
+        {"moe_shared_expert_intermediate_size": 12},
+        {"expert_swiglu_limit_list": [0.0, 7.0, 0.0]},
+    ],
+    "sarvam_mla_groups_yarn_tied": [
+        {"n_group": 2},
+        {"topk_group": 1},
+        {"n_routed_experts": 5},
+        {"num_experts_per_tok": 3},
+        {"moe_intermediate_size": 12},
+        {"n_shared_experts": 1},
+        {"first_k_dense_replace": 0},
+        {"num_nextn_predict_layers": 17},
+        {"routed_scaling_factor": 2.0},
+        {"norm_topk_prob": False},
+        {"rope_interleave": False},
+        {"attention_bias": True},
+        {"kv_lora_rank": 8},
+        {"qk_nope_head_dim": 11},
+        {"qk_head_dim": 21},
+        {"qk_rope_head_dim": 4},
+        {"head_dim": 12},
+        {"v_head_dim": 8},
+        {"rope_parameters.rope_theta": 600.0},
+        {"rope_parameters.mscale_all_dim": 0.5},
+    ],
     "glm4_moe_lite_groups": [
         {"n_group": 2},
         {"topk_group": 1},
@@ -649,7 +723,7 @@ CHANGES = [
 # Fields of a wrapper.
 OUTER = ("architectures", "tie_word_embeddings")
 # They bound requests or end them, and change no logit (but see dynamic and LongRoPE above).
-NO_OUTPUT = {"max_position_embeddings", "dtype", "eos_token_id", "bos_token_id"}
+NO_OUTPUT = {"max_position_embeddings", "model_max_length", "dtype", "eos_token_id", "bos_token_id"}
 
 
 def leaves(raw: dict[str, Any], prefix: str = "") -> set[str]:

@@ -262,6 +262,26 @@ GLM_FLASH |= {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256
 GLM_FLASH |= {"mlp_layer_types": ["dense", *["sparse"] * 46], "rope_interleave": True}
 GLM_FLASH |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
 GLM_FLASH |= {"num_nextn_predict_layers": 1, "bos_token_id": 0, "eos_token_id": 1}
+SARVAM_105B = COMMON | shape(4096, 16384, 32, 64, 64, 262144)
+SARVAM_105B |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "sarvam_mla"}
+SARVAM_105B |= {"attention_bias": False, "first_k_dense_replace": 1, "head_dim": 64}
+SARVAM_105B |= {"kv_lora_rank": 512, "q_lora_rank": None, "max_position_embeddings": 4096}
+SARVAM_105B |= {"moe_intermediate_size": 2048, "n_routed_experts": 128, "n_shared_experts": 1}
+SARVAM_105B |= {"norm_topk_prob": True, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
+SARVAM_105B |= {"num_nextn_predict_layers": 0, "output_router_logits": False, "qk_head_dim": 192}
+SARVAM_105B |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+SARVAM_105B |= {"rms_norm_eps": 1e-6, "rope_interleave": True, "routed_scaling_factor": 2.5}
+SARVAM_105B |= {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+# The names of fields that Transformers translates, with the size of a cell as head_dim.
+SARVAM_OLDER = SARVAM_105B | {"architectures": ["SarvamMLAForCausalLM"], "head_dim": 576}
+SARVAM_OLDER |= {"num_experts": 128, "num_shared_experts": 1, "q_head_dim": 192}
+SARVAM_OLDER |= {"max_position_embeddings": 131072, "rope_theta": 10000.0}
+SARVAM_OLDER |= {"rope_scaling": DEEPSEEK_YARN | {"type": "deepseek_yarn"}}
+for name in """
+    rope_parameters n_routed_experts n_shared_experts qk_head_dim q_lora_rank n_group topk_group
+    num_nextn_predict_layers rope_interleave
+    """.split():
+    del SARVAM_OLDER[name]
 MISTRAL_SMALL_4 = COMMON | shape(4096, 12288, 36, 32, 32, 131072)
 MISTRAL_SMALL_4 |= {"architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4"}
 MISTRAL_SMALL_4 |= {"attention_bias": False, "first_k_dense_replace": 0, "head_dim": 128}
@@ -490,6 +510,8 @@ PUBLISHED: dict[str, tuple[Raw, int]] = {
     ),
     "GLM-4.7-Flash": (GLM_FLASH, 202752),
     "Mistral-Small-4": (MISTRAL_SMALL_4, 1048576),
+    "sarvam-105b (defaults of the class)": (SARVAM_105B, 4096),
+    "sarvam-105b (older names of fields)": (SARVAM_OLDER, 163840),
 }
 # Bytes of a token in the cache in 16 bits: layers * (rank + rotated part) * 2.
 LATENTS = {
@@ -498,6 +520,8 @@ LATENTS = {
     "Kimi-K2-Instruct": 70_272,
     "GLM-4.7-Flash": 54_144,
     "Mistral-Small-4": 36 * (256 + 64) * 2,
+    "sarvam-105b (defaults of the class)": 32 * (512 + 64) * 2,
+    "sarvam-105b (older names of fields)": 32 * (512 + 64) * 2,
 }
 
 

@@ -45,6 +45,7 @@ NANO = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
 SMALL = "cc*cc*cc*c*c*c*c"
 H8 = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 MOE = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+KIMI = range(1, 28)
 # Name: fields, bytes of a token's keys and values at 16 bits, and of a sequence's states.
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
     "LFM2-350M": (
@@ -169,6 +170,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         2 * 8 * 30 * 128 * 2,
         24 * (3 * 2 * (2880 + 2880) + 30 * 96 * 192) * 4,
     ),
+    "Kimi-Linear-48B-A3B (defaults of the class)": (
+        # As published, attention is in layers 4, 8, ... 24 and 27, not in every fourth from 5 on.
+        _of(
+            "KimiLinear",
+            layer_types=[ATTENTION if i in (4, 8, 12, 16, 20, 24, 27) else LINEAR for i in KIMI],
+        ),
+        7 * (512 + 64) * 2,
+        20 * (3 * 3 * 32 * 128 + 32 * 128 * 128) * 4,
+    ),
+    "Ling-3.0-Flash (defaults of the class)": (
+        _of("BailingHybrid"),
+        7 * (512 + 64) * 2,
+        35 * (3 * 3 * 32 * 128 + 32 * 128 * 128) * 4,
+    ),
     "Bamba-9B": (
         _of("Bamba", attn_layer_indices=[9, 18, 27], mamba_d_state=128),
         2 * 3 * 8 * 128 * 2,
@@ -196,6 +211,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
 def test_pages_and_states_of_a_published_config_are_counted(name: str) -> None:
     raw, page_bytes, state_bytes = PUBLISHED[name]
     config = parse_model_config(raw, name)
-    pages = 2 * config.num_page_layers * config.num_key_value_heads * config.head_dim * 2
-    assert pages == page_bytes
+    kinds = config.page_layout.kinds
+    numbers = sum(len(kind.layers) * kind.heads * sum(kind.sizes) for kind in kinds)
+    assert 2 * numbers == page_bytes
     assert config.state_bytes == state_bytes

@@ -26,6 +26,21 @@ SCORED = {
     "routed_scaling_factor": 1.5,
 }
 
+# Latent attention beside Kimi's delta rule.
+DELTA = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+
 TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": (
         "Glm4Moe",
@@ -205,6 +220,27 @@ TRAIT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "flex_olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "kimi_linear": (
+        "KimiLinear",
+        DELTA
+        | {
+            "layer_types": ["linear_attention", FULL, "linear_attention"],
+            "linear_head_dim": 12,
+            "linear_num_heads": 3,
+        },
+    ),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        DELTA
+        | {
+            "layer_group_size": 2,
+            "first_k_dense_replace": 1,
+            "head_dim": 12,
+            "n_group": 3,
+            "topk_group": 2,
+            "rope_theta": 500.0,
+        },
+    ),
 }
 
 TRAIT_CASES: dict[str, dict[str, Any]] = {
@@ -545,10 +581,35 @@ TRAIT_CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN,
         "num_key_value_heads": 4,
     },
+    "kimi_linear_low_rank": {},
+    "kimi_linear_latent_queries": {
+        "layer_types": [FULL, "linear_attention", "linear_attention"],
+        "q_lora_rank": 24,
+        "linear_conv_kernel_dim": 3,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
+    "kimi_linear_bias_groups": {
+        "attention_bias": True,
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+    },
+    "bailing_hybrid_bounded": {},
+    "bailing_hybrid_softplus_latent_queries": {
+        "kda_safe_gate": False,
+        "q_lora_rank": 24,
+        "short_conv_kernel_size": 3,
+    },
+    "bailing_hybrid_bias_yarn": {
+        "attention_bias": True,
+        "kda_lower_bound": -2.0,
+        "layer_group_size": 3,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    },
 }
 
 # Transformers' classes of models by those of configurations, where the names differ.
-COMPUTED_BY = {"SarvamMoE": "Glm4Moe"}
+COMPUTED_BY = {"SarvamMoE": "Glm4Moe", "SarvamMLA": "DeepseekV3"}
 # Transformers' classes of wrappers whose text has no class with logits of its own.
 WRAPPERS = ("MuseGlimmer", "Glm4v", "Glm4vMoe")
 

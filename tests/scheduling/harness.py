@@ -44,23 +44,30 @@ class Served:
         self.num_added = 0
         self.nan_slots: set[int] = set()
 
-    def add(self, tokens, max_tokens=4, salt="", priority=0, stops=(), min_tokens=0) -> Sequence:
+    def add(self, tokens, **options) -> Sequence:
         """Queue a prompt, given as its tokens or its length."""
+        return self.add_several(1, tokens, **options)[0]
+
+    def add_several(
+        self, n, tokens, max_tokens=4, salt="", priority=0, stops=(), min_tokens=0
+    ) -> list[Sequence]:
+        """Queue n completions of a prompt."""
         tokens = prompt(tokens) if isinstance(tokens, int) else np.asarray(tokens, np.int32)
         request = Request(
             request_id=str(self.num_added),
             prompt_token_ids=tokens,
-            sampling=SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens),
+            sampling=SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min_tokens),
             seed=0,
             stop_token_ids=stops,
             max_length=len(tokens) + max_tokens,
             priority=priority,
             cache_salt=salt,
         )
-        sequence = Sequence(request, arrival=self.num_added, token_ids=tokens)
-        self.num_added += 1
-        self.scheduler.add(sequence)
-        return sequence
+        added = [Sequence(request, self.num_added + index, tokens, index) for index in range(n)]
+        self.num_added += n
+        for sequence in added:
+            self.scheduler.add(sequence)
+        return added
 
     def step(self) -> tuple[LaunchPlan | None, StepResult | None]:
         """Run one step; return its plan, and the result that was committed in it."""

@@ -91,6 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.sampled_from([(), (), (), (0,), (1,), (0, 1)]),
         min_tokens=st.integers(0, 4),
         copies=st.sampled_from([1, 1, 2, 4]),
+        together=st.booleans(),
     )
     def add(
         self,
@@ -105,6 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops,
         min_tokens,
         copies,
+        together,
     ) -> None:
         """Add a prompt from a tape; a flipped token puts equal later pages under another prefix."""
         if aligned:
@@ -113,8 +115,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if flip < len(prompt):
             prompt[flip] ^= 1
         least = min(min_tokens, max_tokens)
-        for _ in range(copies):
-            self._add(prompt, max_tokens, seed, salt, priority, stops, least)
+        for count in [copies] if together else [1] * copies:
+            self._add(prompt, max_tokens, seed, salt, priority, stops, least, count)
 
     @precondition(lambda self: self.sequences)
     @rule(pick=PICK, max_tokens=st.integers(1, 8), more=st.integers(0, 5))
@@ -193,18 +195,25 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # The engine's part.
 
-    def _add(self, prompt, max_tokens, seed, salt, priority, stops, min_tokens) -> None:
+    def _add(
+        self, prompt, max_tokens, seed, salt, priority, stops, min_tokens, completions=1
+    ) -> None:
         request = Request(
             request_id=str(self.num_arrivals),
             prompt_token_ids=prompt,
-            sampling=SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens),
+            sampling=SamplingParams(n=completions, max_tokens=max_tokens, min_tokens=min_tokens),
             seed=seed,
             stop_token_ids=stops,
             max_length=len(prompt) + max_tokens,
             priority=priority,
             cache_salt=salt,
         )
-        sequence = Sequence(request, arrival=self.num_arrivals, token_ids=prompt, seed=seed)
+        for index in range(completions):
+            self._add_completion(request, seed, index)
+
+    def _add_completion(self, request: Request, seed: int, index: int) -> None:
+        prompt = request.prompt_token_ids
+        sequence = Sequence(request, self.num_arrivals, prompt, index, seed)
         self.num_arrivals += 1
         pages = self.setup.most_pages(request.max_length)
         fits = pages < self.setup.num_pages and request.max_length <= MAX_MODEL_LEN
@@ -267,13 +276,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence in draws:
             steps = step.plan.row_steps
             most = 1 if steps is None else int(steps[owners[sequence]])
-            count = result.sequences.count(sequence)
+            count = sum(last - first for s, first, last in result.rows() if s is sequence)
             assert count == most or (count < most and sequence in result.finished)
-        for sequence, token in zip(result.sequences, result.token_ids, strict=True):
-            self.streamed[sequence].append(token)
-            expected = self.runner.expected[sequence].tokens
-            length = sequence.num_prompt + len(self.streamed[sequence])
-            assert token == expected[length - 1], "another token than when served alone"
+        assert len(set(result.sequences)) == len(result.sequences)
+        for sequence, first, last in result.rows():
+            known = sequence.num_prompt + len(self.streamed[sequence])
+            tokens = result.token_ids[first:last]
+            self.streamed[sequence] += tokens
+            expected = self.runner.expected[sequence].tokens[known : known + len(tokens)]
+            assert tokens == list(expected), "other tokens than when served alone"
         errors = {
             s for s, row in owners.items() if not ok[: self._steps_of(s, step, row), row].all()
         }
@@ -310,7 +321,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _rank(self, sequence: Sequence) -> tuple[int, int, int]:
         by_priority = self.setup.kind == "continuous" and self.setup.policy == "priority"
         # Not `arrival`, which the scheduler could change.
-        number = int(sequence.request.request_id)
+        number = int(sequence.request.request_id) + sequence.index
         priority = sequence.request.priority if by_priority else 0
         return (-self.precedences.get(sequence, 0), priority, number)
 
@@ -324,7 +335,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not preempted or len(preempted) < len(before), "the head was preempted"
         assert not preempted or self.setup.kind == "continuous", "a static batch was preempted"
         admitted = [self._rank(s) for s in after if s not in before]
-        waiting = [self._rank(s) for s in self.live if s.slot == NO_SLOT]
+        waiting = [self._rank(s) for s in self._waiting()]
         assert not admitted or not waiting or max(admitted) < min(waiting), "out of order"
         if plan is not None:
             self._check_plan(plan)
@@ -336,9 +347,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(self._last_in_flight(s) for s in idle), "a running sequence stands still"
         return plan
 
+    def _waiting(self) -> list[Sequence]:
+        """Return the sequences that wait, except for pages that another completion computes."""
+        size, table = self.setup.page_size, self.slots
+        computing, complete = set(), set()
+        for sequence in self.scheduler.running_sequences():
+            slot, shared = sequence.slot, (sequence.num_prompt - 1) // size * size
+            done = max(table.num_committed[slot], table.num_published[slot] * size)
+            (computing if done < shared else complete).add(sequence.request.request_id)
+        computing -= complete
+        if not self.setup.prefix_caching or self.setup.kind != "continuous":
+            computing.clear()
+        return [
+            sequence
+            for sequence in self.live
+            if sequence.slot == NO_SLOT
+            and not (sequence.index and sequence.request.request_id in computing)
+        ]
+
     def _check_admission(self, plan: LaunchPlan | None) -> None:
         """Check that no sequence waits while slots, budget and pages (with spare ones) suffice."""
-        waiting = [sequence for sequence in self.live if sequence.slot == NO_SLOT]
+        waiting = self._waiting()
         spent = 0 if plan is None else plan.total_tokens
         if waiting and self.slots.num_free and spent < self.setup.budget:
             first = min(waiting, key=self._rank)

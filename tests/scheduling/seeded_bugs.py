@@ -14,6 +14,7 @@ from tests.scheduling.seeded_pool_bugs import (
     RAGGED,
     RESULTS,
     SCHEDULER,
+    SIBLINGS,
     SLOTS,
     STATIC,
     WAITING,
@@ -95,8 +96,8 @@ SCHEDULE_BUGS = (
     Bug(
         "a sequence leaves before its last pages are offered",
         SCHEDULER,
-        "self._running, ending)",
-        "self._running, ending[:0])",
+        "self._running, slots[draws.is_last])",
+        "self._running, slots[:0])",
         only_slow=True,
     ),
     Bug(
@@ -213,8 +214,50 @@ SCHEDULE_BUGS = (
     Bug(
         "an admitted sequence is last whatever its priority",
         SCHEDULER,
+        "if self.waiting.by_priority or prompts.were_considered:",
+        "if prompts.were_considered:",
+    ),
+    Bug(
+        "a later request that passed completions is last",
+        SCHEDULER,
+        "if self.waiting.by_priority or prompts.were_considered:",
         "if self.waiting.by_priority:",
-        "if False:",
+    ),
+    Bug(
+        "completions that wait for their prompt are lost",
+        SCHEDULER,
+        "        self.waiting.restore()\n",
+        "",
+    ),
+    Bug(
+        "completions wait for the last page of a prompt, which they cannot share",
+        SIBLINGS,
+        "return (sequence.num_prompt - 1) // size * size",
+        "return sequence.num_prompt // size * size",
+    ),
+    Bug(
+        "completions wait though their prompt is in the cache",
+        SIBLINGS,
+        "is_short = cached < self._num_shared(sequence)",
+        "is_short = True",
+    ),
+    Bug(
+        "completions wait for each other's prompt though its pages are of no use",
+        SIBLINGS,
+        "return is_computing and not is_complete",
+        "return is_computing",
+    ),
+    Bug(
+        "all completions compute the prompt",
+        SIBLINGS,
+        "if sequence.index == 0 or not self._enabled:",
+        "if sequence.index >= 0:",
+    ),
+    Bug(
+        "completions wait without a prefix cache",
+        SIBLINGS,
+        "if sequence.index == 0 or not self._enabled:",
+        "if sequence.index == 0:",
     ),
     Bug(
         "a token is drawn beyond the last",
@@ -239,7 +282,7 @@ COMMIT_BUGS = (
     ),
     Bug(
         "a NaN row does not end its sequence",
-        SCHEDULER,
+        RESULTS,
         "for slot in () if draws.failed is None else plan.slots[draws.failed].tolist():",
         "for slot in []:",
     ),

@@ -31,6 +31,7 @@ INDEX = "jaxserve/scheduling/page_index.py"
 KEYS = "jaxserve/scheduling/page_keys.py"
 SCHEDULER = "jaxserve/scheduling/scheduler.py"
 FITTING = "jaxserve/scheduling/budget.py"
+SIBLINGS = "jaxserve/scheduling/siblings.py"
 RESULTS = "jaxserve/scheduling/commit_result.py"
 PUBLISHING = "jaxserve/scheduling/publishing.py"
 RAGGED = "jaxserve/scheduling/slot_table.py"
@@ -232,7 +233,7 @@ POOL_BUGS = (
         "states = states + _sums",
         "states = _sums",
     ),
-    Bug("keys leave out the salt", KEYS, "if salt:", "if False:"),
+    Bug("keys leave out the salt", KEYS, "if salt or self.serial:", "if False:"),
     Bug("keys leave out the position", KEYS, "self._of_tokens[page]", "self._of_tokens[0 * page]"),
     Bug(
         "a preempted sequence keeps the keys it came with",

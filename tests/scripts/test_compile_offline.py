@@ -108,10 +108,10 @@ def test_a_report_has_all_cards_and_fails_for_those_that_are_claimed(
     broken = DECODE | {"kernels": [KERNEL | {"spill_bytes": 8}]}
 
     def run(card: str, row: dict, only: str = "") -> int:
-        target = Target.of(card)
+        target, own = Target.of(card), about | {"command": only or "x"}
         write_rows(monkeypatch, {target.card.name: [row]})
         return compile_offline.report_cards(
-            tmp_path / "python", about, [target], "card", only, tmp_path
+            tmp_path / "python", own, [target], "card", only, tmp_path
         )
 
     assert run("B300", broken) == 0  # no entry of `CLAIMED` has its capability
@@ -120,11 +120,15 @@ def test_a_report_has_all_cards_and_fails_for_those_that_are_claimed(
     other = DECODE | {"name": "step 8b mixed 512 tokens, 2 layers"}
     assert run("RTX 3090", DECODE, only="decode") == 0  # takes the place of the broken one
     assert run("RTX 3090", other, only="mixed") == 0
-    cards = json.loads((tmp_path / "cards.json").read_text())["cards"]
+    assert run("RTX 3090", DECODE, only="decode") == 0
+    recorded = json.loads((tmp_path / "cards.json").read_text())
+    about, cards = recorded["about"], recorded["cards"]
     assert [len(card["rows"]) for card in cards.values()] == [1, 2, 1]
     assert cards["NVIDIA B300"]["faults"] and not cards["NVIDIA GeForce RTX 3090"]["faults"]
     text = (tmp_path / "cards.md").read_text()
     assert text == card_table(about, cards)
+    dated = [f"`{command}`, 2026-01-01" for command in ("x", "mixed", "decode")]
+    assert f"{', and '.join(dated)}: t." in text
     assert "45 / 1 / 0 / 15.9, **8 B spilled**" in text
     assert re.search(r"\| case \| A100-SXM4-80GB \| RTX 3090 \| B300 \|", text)
     assert "8 bytes spilled" in capsys.readouterr().out

@@ -13,6 +13,14 @@ import numpy as np
 from jaxserve.models import checkpoint_weights, parse_model_config
 from jaxserve.models.weight_table import dimensions
 from tests.support.gguf_metadata import add_metadata
+from tests.support.gguf_traits import (
+    TRAIT_ARCHITECTURES,
+    TRAIT_CASES,
+    add_curves,
+    add_trait_tensors,
+    trait_name,
+    trait_parts,
+)
 
 Type = gguf.GGMLQuantizationType
 BASE: dict[str, Any] = {
@@ -206,6 +214,19 @@ CASES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "sliding_window": None,
     },
+    "mistral4": {
+        "architectures": ["Mistral4ForCausalLM"],
+        **DEEPSEEK,
+        "norm_topk_prob": True,
+        "rope_parameters": {**YARN, **BETAS}
+        | {
+            "rope_theta": 500000.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    **TRAIT_CASES,
 }
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -231,8 +252,10 @@ ARCHITECTURES = {
     "cohere2": gguf.MODEL_ARCH.COHERE2,
     "gptoss": gguf.MODEL_ARCH.GPT_OSS,
     "deepseek2": gguf.MODEL_ARCH.DEEPSEEK2,
+    **TRAIT_ARCHITECTURES,
 }
-PAIRED = {"llama", "mixtral", "mistral3", "granite", "smollm3"}
+PAIRED = {"llama", "mixtral", "mistral3", "granite", "smollm3", "granitemoe", "arcee"}
+SHIFTED = ("gemma", "gemma2", "gemma3")  # whose files have 1 + the scale of a norm
 
 
 def raw_config(case: str) -> dict[str, Any]:
@@ -289,6 +312,9 @@ def write_gguf(
     raw, family = raw or raw_config(case), case.partition("_")[0]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
     add_metadata(writer, raw, family, older=older)
+    if family == "apertus":
+        add_curves(writer, tensors, raw["num_hidden_layers"])
+        tensors = {name: tensor for name, tensor in tensors.items() if ".act_fn." not in name}
     for key, value in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)
         _add(writer, key, value)
@@ -296,8 +322,9 @@ def write_gguf(
     if family == "phi3":
         writer.add_tensor("rope_factors_long.weight", np.float32(LONG["long_factor"]))
         writer.add_tensor("rope_factors_short.weight", np.float32(LONG["short_factor"]))
+    add_trait_tensors(writer, raw, family)
     for name, tensor in parts_of(family, raw, tensors, older):
-        other = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        other = trait_name(family, name) or names.get_name(name, try_suffixes=(".weight", ".bias"))
         if other is None and older:
             other = expert_apart(name)
         assert other is not None, name
@@ -305,7 +332,7 @@ def write_gguf(
         its_kind = kind
         if kind == Type.MXFP4 and "_exps" not in other:
             its_kind = Type.BF16  # as llama.cpp's converter has it
-        plain = other.endswith("_norm.weight") or "_exps.bias" in other
+        plain = other.endswith("_norm.weight") or "_exps.bias" in other or "probs_b" in other
         if values.ndim > 1 and its_kind != Type.F32 and not plain:
             writer.add_tensor(other, gguf.quantize(values, its_kind), raw_dtype=its_kind)
         else:
@@ -344,6 +371,8 @@ def parts_of(
                 yield fused, np.concatenate([tensor, *others])
         elif family == "gptoss":
             yield from gpt_oss_parts(name, tensor)
+        elif (parts := trait_parts(family, name, tensor)) is not None:
+            yield from parts
         elif name.endswith("kv_b_proj.weight") and not older:
             size = raw["qk_nope_head_dim"]
             heads = tensor.reshape(raw["num_attention_heads"], size + raw["v_head_dim"], -1)
@@ -369,7 +398,7 @@ def gpt_oss_parts(name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarr
 
 def as_llama_cpp(family: str, raw: Mapping[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
     """Return a tensor as llama.cpp's converter changes it."""
-    if family.startswith("gemma") and name.endswith("norm.weight"):
+    if family in SHIFTED and name.endswith("norm.weight"):
         return tensor + np.float32(1)
     if family in PAIRED and ("q_proj" in name or "k_proj" in name):
         heads = raw["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]

@@ -7,6 +7,10 @@ from typing import Any
 
 import gguf
 
+from tests.support.gguf_traits import add_trait_metadata
+
+LATENT = ("deepseek2", "mistral4")
+
 
 def add_metadata(
     writer: gguf.GGUFWriter, raw: Mapping[str, Any], family: str, *, older: bool
@@ -22,9 +26,10 @@ def add_metadata(
         writer.add_layer_norm_eps(raw["layer_norm_eps"])
     else:
         writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
-    writer.add_rope_freq_base(raw["rope_theta"])
+    if raw["rope_theta"] is not None:
+        writer.add_rope_freq_base(raw["rope_theta"])
     writer.add_vocab_size(raw["vocab_size"])
-    if family == "deepseek2":
+    if family in LATENT:
         _add_latent(writer, raw, older)
     else:
         size = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
@@ -58,6 +63,7 @@ def add_metadata(
             add(raw[field])
     if family == "gptoss":
         writer.add_expert_feed_forward_length(raw["intermediate_size"])
+    add_trait_metadata(writer, raw, family)
     _add_scaling(writer, raw, family)
 
 
@@ -81,6 +87,7 @@ def _add_latent(writer: gguf.GGUFWriter, raw: Mapping[str, Any], older: bool) ->
     writer.add_expert_weights_scale(raw["routed_scaling_factor"])
     if raw.get("norm_topk_prob"):
         writer.add_expert_weights_norm(True)
+    if raw["architectures"] == ["DeepseekV3ForCausalLM"]:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
@@ -103,5 +110,5 @@ def _add_scaling(writer: gguf.GGUFWriter, raw: Mapping[str, Any], family: str) -
         if field in scaling:
             add(scaling[field])
     if "mscale_all_dim" in scaling:
-        tenth = 0.1 if family == "deepseek2" else 1.0
+        tenth = 0.1 if family in LATENT else 1.0
         writer.add_rope_scaling_yarn_log_mul(tenth * scaling["mscale_all_dim"])

@@ -1,8 +1,7 @@
 """GGUF files of models with states, written as llama.cpp's converter writes them.
 
 Each class follows the class of the same model in llama.cpp's `conversion/` (build 11434, MIT
-license): base.py, lfm2.py and qwen.py. Those with
-Mamba-2 are in `gguf_mamba`.
+license): base.py, lfm2.py, qwen.py and kimi_linear.py. Those with Mamba-2 are in `gguf_mamba`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,10 @@ from tests.support.recurrent_checkpoints import packed
 
 OLDER_NEXT = "older qwen3next"
 # Tensors in float32 in every file.
-EXACT = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv")
+EXACT = (
+    *("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv"),
+    *("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"),
+)
 
 
 class Lfm2(Converter):
@@ -240,6 +242,69 @@ class Qwen35Moe(Qwen35):
     arch = gguf.MODEL_ARCH.QWEN35MOE
 
 
+class KimiLinear(Converter):
+    """kimi_linear.py's `KimiLinearModel`."""
+
+    arch = gguf.MODEL_ARCH.KIMI_LINEAR
+
+    def set_parameters(self) -> None:
+        hparams = self.hparams
+        heads, kinds = hparams["num_attention_heads"], hparams["layer_types"]
+        assert heads == hparams["linear_num_heads"]  # in llama.cpp's code
+        super().set_parameters()
+        self.add("attention.head_count_kv", [int(kind == "full_attention") for kind in kinds])
+        key = hparams["qk_nope_head_dim"] + hparams["qk_rope_head_dim"]
+        dense = hparams["mlp_layer_types"].index("sparse")
+        for name, value in {
+            "vocab_size": hparams["vocab_size"],
+            "context_length": hparams["model_max_length"],
+            "ssm.conv_kernel": hparams["linear_conv_kernel_dim"],
+            "kda.head_dim": hparams["linear_head_dim"],
+            "attention.kv_lora_rank": hparams["kv_lora_rank"],
+            "rope.dimension_count": hparams["qk_rope_head_dim"],
+            "attention.key_length": hparams["kv_lora_rank"] + hparams["qk_rope_head_dim"],
+            "attention.key_length_mla": key,
+            "attention.value_length_mla": hparams["v_head_dim"],
+            "expert_used_count": hparams["num_experts_per_token"],
+            "expert_feed_forward_length": hparams["moe_intermediate_size"],
+            "expert_shared_count": hparams["num_shared_experts"],
+            "leading_dense_block_count": dense,
+            "expert_weights_scale": hparams["routed_scaling_factor"],
+            "expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID),
+        }.items():
+            self.add(name, value)
+
+    def filtered(self, name: str) -> str:
+        # Published files name the MLP of dense layers otherwise.
+        name = name.replace("block_sparse_moe.gate_proj", "mlp.gate_proj")
+        name = name.replace("block_sparse_moe.up_proj", "mlp.up_proj")
+        return super().filtered(name.replace("block_sparse_moe.down_proj", "mlp.down_proj"))
+
+    def converted(self, name: str, tensor: np.ndarray, layer: int | None) -> Tensors:
+        if name.endswith("_conv1d.weight"):
+            tensor = tensor.reshape(1, len(tensor), 1, -1)
+        elif name.endswith(".A_log"):
+            tensor = -np.exp(tensor)
+        elif name.endswith(".dt_bias"):
+            name = name.rpartition(".dt_bias")[0] + ".dt_proj.bias"
+        if ".experts." in name:
+            if "experts.0." in name:
+                of_all = [
+                    self.tensors[name.replace("experts.0.", f"experts.{index}.")]
+                    for index in range(self.hparams["num_experts"])
+                ]
+                merged = name.replace("experts.0.", "experts.")
+                yield from super().converted(merged, np.stack(of_all).astype(np.float32), layer)
+        elif name.endswith("kv_b_proj.weight"):
+            heads, size = self.hparams["num_attention_heads"], self.hparams["qk_nope_head_dim"]
+            both = tensor.reshape(heads, -1, tensor.shape[-1])
+            keys, values = both[:, :size].swapaxes(1, 2), both[:, size:]
+            for letter, part in (("k", keys), ("v", values)):
+                yield from super().converted(name.replace("kv_b", f"{letter}_b"), part, layer)
+        else:
+            yield from super().converted(name, tensor, layer)
+
+
 CONVERTERS: Mapping[str, type[Converter]] = {
     "lfm2": Lfm2,
     "lfm2moe": Lfm2Moe,
@@ -251,6 +316,7 @@ CONVERTERS: Mapping[str, type[Converter]] = {
     "granitehybrid": GraniteHybrid,
     "falcon-h1": FalconH1,
     "mamba2": Mamba2,
+    "kimi-linear": KimiLinear,
 }
 
 

@@ -194,11 +194,15 @@ class Oracle:
         else:
             shares = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
             ranks = shares + layer.get("mlp.correction", 0)
+        if self._traits.router == "chosen":
+            scores = ranks = scores + layer["mlp.router_bias"]
+            shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         inputs = x @ layer["mlp.before"] if "mlp.before" in layer else x
         chosen = np.argsort(-ranks, axis=-1)[:, : experts.chosen]
         is_chosen = (chosen[:, :, None] == np.arange(experts.count)).any(axis=1)
         shares = np.where(is_chosen, shares, 0)
-        total = shares.sum(axis=-1, keepdims=True) if experts.normalize else 1.0
+        is_shared_out = experts.normalize or self._traits.router == "chosen"
+        total = shares.sum(axis=-1, keepdims=True) if is_shared_out else 1.0
         if experts.normalize and self._traits.router == "sigmoid":
             total = total + experts.sum_eps
         weights = experts.scaling * factors * shares / total
@@ -206,6 +210,13 @@ class Oracle:
         for one in range(experts.count):
             if "mlp.up" in layer:
                 y = np.maximum(inputs @ layer["mlp.up"][one], 0) ** 2 @ layer["mlp.down"][one]
+            elif self._traits.router == "chosen":
+                both = np.tensordot(inputs, layer["mlp.gate_up"][one], 1)
+                both = both + layer["mlp.gate_up_bias"][one]
+                gate = np.minimum(both[:, 0], experts.limit)
+                up = np.clip(both[:, 1], -experts.limit, experts.limit) + 1
+                y = (gate * up / (1 + np.exp(-experts.alpha * gate))) @ layer["mlp.down"][one]
+                y = y + layer["mlp.down_bias"][one]
             else:
                 matrices = layer["mlp.gate_up"][one], layer["mlp.down"][one]
                 y = _gated(inputs, *matrices, soft=self._traits.activation == "gelu_tanh")
@@ -359,6 +370,8 @@ class Oracle:
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         mixed = (weights @ value).transpose(1, 0, 2)
+        if "head_gate" in w:
+            mixed = mixed / (1 + np.exp(-np.tensordot(x, w["head_gate"], 1)))
         return np.tensordot(mixed, w["out"], 2) + w.get("out_bias", 0)
 
     def answer(

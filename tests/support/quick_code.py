@@ -25,6 +25,7 @@ FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in FAST.items(
 # By the beginning of a node id.
 EXACT = (
     "tests/engine/test_equivalence.py",  # each request alone, to the bit
+    "tests/engine/test_rollout.py",  # log-probabilities, to the bit
     "tests/engine/test_quantized.py",  # sizes of buffers in programs
     "tests/execution/test_programs.py",
     "tests/execution/test_precision.py",

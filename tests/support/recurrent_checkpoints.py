@@ -169,6 +169,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+CASES["kimi-linear"] = (
+    "KimiLinear",
+    {
+        "rms_norm_eps": 1e-5,
+        "layer_types": [LINEAR, FULL, LINEAR],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_key_value_heads": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 256,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 256,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "routed_scaling_factor": 1.5,
+    },
+)
 # Further models of an architecture above.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense granite": (

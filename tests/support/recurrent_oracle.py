@@ -15,10 +15,11 @@ def recurrent_mixer(kind: str, config: ModelConfig, layer: dict[str, Array], x: 
     """Return the result of a layer's mixer, [T, D], for normalized tokens [T, D].
 
     Args:
-        kind: "conv", "delta" or "mamba2".
+        kind: "conv", "delta", "channel_delta" or "mamba2".
         layer: the layer's weights by name.
     """
-    return {"conv": _short_conv, "delta": _gated_delta, "mamba2": _mamba2}[kind](config, layer, x)
+    mixers = {"conv": _short_conv, "delta": _gated_delta, "mamba2": _mamba2}
+    return (mixers | {"channel_delta": _channel_delta})[kind](config, layer, x)
 
 
 def _short_conv(config: ModelConfig, layer: dict[str, Array], x: Array) -> Array:
@@ -64,6 +65,38 @@ def _gated_delta(config: ModelConfig, layer: dict[str, Array], x: Array) -> Arra
         y[token] = np.einsum("hk,hkv->hv", query[token] * sizes.inputs**-0.5, state)
     y = _normed(y, sizes.norm_eps or config.rms_norm_eps) * layer["delta.norm.scale"]
     return (y.reshape(len(x), values) * _silu(gate)) @ layer["delta.out"]
+
+
+def _channel_delta(config: ModelConfig, layer: dict[str, Array], x: Array) -> Array:
+    sizes: Any = config.recurrent
+    mixed = _silu(_convolved(x @ layer["delta.mixed"], layer["delta.taps"], np.zeros(1)))
+    query, key, value = (
+        part.reshape(len(x), sizes.heads, -1)
+        for part in np.split(mixed, np.cumsum(sizes.parts[:2]), axis=-1)
+    )
+    query, key = _unit(query) * sizes.inputs**-0.5, _unit(key)
+    write = _sigmoid(x @ layer["delta.write"])
+    narrow, gate = x, x
+    if sizes.rank:
+        narrow, gate = x @ layer["delta.decay_down"], x @ layer["delta.gate_down"]
+    (constants,) = layer["delta.constants"]
+    rate = np.exp(constants[:, :1])
+    steps = (narrow @ layer["delta.decay"]).reshape(key.shape) + constants[:, 1:]
+    if sizes.bound:
+        decay = np.exp(-sizes.bound * _sigmoid(rate * steps))
+    else:
+        decay = np.exp(-rate * np.log1p(np.exp(steps)))
+    state = np.zeros((sizes.heads, sizes.inputs, sizes.outputs))
+    y = np.zeros((len(x), sizes.heads, sizes.outputs))
+    for token in range(len(x)):
+        state = state * decay[token][..., None]
+        known = np.einsum("hk,hkv->hv", key[token], state)
+        change = write[token][:, None] * (value[token] - known)
+        state = state + key[token][..., None] * change[:, None]
+        y[token] = np.einsum("hk,hkv->hv", query[token], state)
+    y = _normed(y, config.rms_norm_eps) * layer["delta.norm.scale"]
+    gate = _sigmoid(gate @ layer["delta.gate"])
+    return (y.reshape(gate.shape) * gate) @ layer["delta.out"]
 
 
 def _mamba2(config: ModelConfig, layer: dict[str, Array], x: Array) -> Array:

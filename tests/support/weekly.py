@@ -190,9 +190,11 @@ IN_FILES = {
     "lfm3": "lfm2",
     "falcon_h1": "bamba",
     "arcee": "llama",
+    "bailing_hybrid": "ling",
     "seed_oss": "llama",
     "hy_v3": "hunyuan",
     "mellum": "qwen",
+    "sarvam_mla": "deepseek",
     "sarvam_moe": "glm",
     "solar_open": "glm",
 }

@@ -24,6 +24,7 @@ from jaxserve.models import (
     Decoder,
     ModelConfig,
     abstract_model,
+    checkpoint_weights,
     parse_model_config,
     read_model_config,
 )
@@ -31,6 +32,7 @@ from jaxserve.models.experts import _product
 from jaxserve.models.linear import matmul
 from jaxserve.models.placed_weight import PlacedWeight
 from jaxserve.models.shards import AXIS, Split, parts_of
+from jaxserve.models.weight_table import dimensions
 from jaxserve.weights import (
     block_reader,
     load_converted,
@@ -45,6 +47,8 @@ from jaxserve.weights.cutting import cut
 from jaxserve.weights.layouts import aligned_empty
 from jaxserve.weights.model_weights import parameter_values, parameters_of
 from jaxserve.weights.shapes import PLAIN, RANDOM, DeviceLayout
+from jaxserve.weights.tensors import open_arrays
+from jaxserve.weights.updates import ParameterReader
 from tests.support.gguf_files import random_tensors, raw_config, write_gguf
 from tests.support.shape_gaps import gap
 from tests.weights.divided_memory import RAW as SHARDS
@@ -186,6 +190,55 @@ def folders(folder: Path, mesh: Mesh) -> dict[str, list[str]]:
     return found
 
 
+def updated(mesh: Mesh) -> dict[str, list[str]]:
+    """Replace all weights of a divided model by arrays, then a third of its tensors.
+
+    The names of parameters that differ from those of a model that is read with the arrays, by form.
+    """
+    config = replace(parse_model_config(RAW), split=Split(2))
+    first, second = random_arrays(config, 0), random_arrays(config, 1)
+    some = {name: second[name] for name in list(second)[::3]}
+    found: dict[str, list[str]] = {}
+    for form, panels in ((None, True), (None, False), ("int8", False)):
+
+        def values(params: Any, form: str | None = form, panels: bool = panels) -> dict[str, Any]:
+            flags: Any = {"quantization": form, "panels": panels, "mesh": mesh}
+            return parameter_values(
+                load_weights(open_arrays(params, config), config, "f4", **flags)
+            )
+
+        reader = ParameterReader(config, np.float32, form, DeviceLayout(panels=panels), mesh)
+        current = values(first)
+        pairs = [
+            (reader.read(second, current), values(second)),
+            (current | reader.read(some, current), values(first | some)),
+        ]
+        found[f"{form}, panels {panels}"] = [
+            path
+            for got, want in pairs
+            for path in want
+            if not all(map(same_parts, jax.tree.leaves(got[path]), jax.tree.leaves(want[path])))
+        ]
+    return found
+
+
+def same_parts(one: jax.Array, other: jax.Array) -> bool:
+    """Return whether two arrays have the same parts on the same devices."""
+    parts = zip(one.addressable_shards, other.addressable_shards, strict=True)
+    return one.sharding == other.sharding and all(
+        np.array_equal(np.asarray(mine.data), np.asarray(theirs.data)) for mine, theirs in parts
+    )
+
+
+def random_arrays(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
+    """Return an array for each tensor of a model, by its name in checkpoint files."""
+    generator, dims = np.random.default_rng(seed), dimensions(config)
+    return {
+        weight.name: generator.standard_normal(weight.shape(dims)).astype(np.float32)
+        for weight in checkpoint_weights(config)
+    }
+
+
 def held_at_once(folder: Path, mesh: Mesh) -> float:
     """Return how many of its largest parameter the host holds while a checkpoint is read.
 
@@ -223,6 +276,7 @@ def main() -> None:
         "products": {name: products(*case, panels=True) for name, case in CASES.items()},
         "stored": {path.name: stored(path, mesh) for path in (folder / "stored").iterdir()},
         "folders": folders(folder, mesh),
+        "updated": updated(mesh),
     }
     print(json.dumps(found))
 

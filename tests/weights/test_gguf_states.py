@@ -214,8 +214,8 @@ def test_further_models_of_granite_s_name(tmp_path, name):
 
 def is_small(path: str) -> bool:
     """Return whether a file has the parameter in floats, or as one of several small tensors."""
-    parts = "gates", "taps", "taps_bias", "constants", "router", "shared_gate", "steps", "norm"
-    return path.removesuffix(".scale").endswith(parts)
+    parts = "gates taps taps_bias constants router shared_gate steps norm write correction"
+    return path.removesuffix(".scale").endswith(tuple(parts.split()))
 
 
 def test_value_heads_move_as_blocks_or_as_inputs(tmp_path):
@@ -345,6 +345,10 @@ REFUSED: list[tuple[str, Metadata, str]] = [
     ("mamba2", {"embedding_length": 300}, "inner_size is 512; allowed: a multiple of .*300"),
     ("mamba2", {"attention.head_count": 4}, "num_attention_heads is 4"),
     ("mamba2", {"ssm.dt_b_c_rms": True}, "does not know mamba2.ssm.dt_b_c_rms"),
+    ("kimi-linear", {"kda.head_dim": 0}, "linear_head_dim is 0"),
+    ("kimi-linear", {"attention.key_length_mla": 64}, "heads of 64, 64 of it rotated"),
+    ("kimi-linear", {"expert_gating_func": 1}, "expert_gating_func is 1; allowed: 0 or 2"),
+    ("kimi-linear", {"kda.gate_lower_bound": -5.0}, "does not know kimi-linear.kda.gate_lower"),
     ("falcon-h1", {"rope.dimension_count": 32}, "only part of each head"),
     ("falcon-h1", {"attention.scale": 0.1}, "does not know falcon-h1.attention.scale"),
 ]
@@ -404,6 +408,7 @@ def test_neutral_values_change_nothing(files):
         ("granitehybrid", "blk.2.ssm_d", r"layers\.2\.mamba\.D"),
         ("granitehybrid", "blk.1.ffn_up_shexp.weight", r"layers\.1\.mlp\.shared_expert\.up_proj"),
         ("mamba2", "blk.1.ssm_norm.weight", r"layers\.1\.mixer\.norm\.weight"),
+        ("kimi-linear", "blk.2.ssm_conv1d_k.weight", r"layers\.2\.self_attn\.k_conv1d\.weight"),
         ("falcon-h1", "blk.1.ffn_norm", r"layers\.1\.post_attention_layernorm\.weight"),
     ],
 )

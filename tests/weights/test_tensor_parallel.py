@@ -250,6 +250,11 @@ def test_a_folder_of_one_device_is_read_by_several(divided: dict[str, Any], kind
     assert divided["folders"][kind] == []
 
 
+@pytest.mark.parametrize("form", ["None, panels True", "None, panels False", "int8, panels False"])
+def test_new_values_are_divided_as_a_fresh_model(divided: dict[str, Any], form: str) -> None:
+    assert divided["updated"][form] == []
+
+
 def test_the_host_holds_two_parameters_beyond_the_pieces(divided: dict[str, Any]) -> None:
     """One is being divided, and the other is read ahead. Four streams would each hold another."""
     assert divided["held"] < 2.6

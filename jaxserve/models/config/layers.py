@@ -7,7 +7,8 @@ from types import MappingProxyType
 from jaxserve.models.config.fields import MAX_POSITIONS, Fields
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-ATTENTION = "attention"
+ATTENTION, LATENT = "attention", "latent"
+PAGED = frozenset({ATTENTION, LATENT})  # mixers with cache pages
 MAX_LAYERS = 1 << 10
 
 

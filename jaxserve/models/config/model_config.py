@@ -17,7 +17,7 @@ from jaxserve.errors import UnsupportedModel
 from jaxserve.models.config.experts import Experts
 from jaxserve.models.config.fields import MAX_POSITIONS, Fields, shown
 from jaxserve.models.config.latent import Latent
-from jaxserve.models.config.layers import ATTENTION, LayerTable
+from jaxserve.models.config.layers import ATTENTION, LATENT, PAGED, LayerTable
 from jaxserve.models.config.page_kinds import PageKind, PageLayout
 from jaxserve.models.config.quantization import FIELD as QUANTIZATION
 from jaxserve.models.config.quantization import StoredQuantization, read_quantization
@@ -245,16 +245,16 @@ class ModelConfig:
     def mixers_of(self, layer: int) -> tuple[str, ...]:
         """Return the names of a layer's mixers (see `models.mixers`)."""
         if not self.layers.mixers:
-            return (ATTENTION,) if self.latent is None else ("latent",)
+            return (ATTENTION,) if self.latent is None else (LATENT,)
         return self.layers.mixers[layer]
 
     def has_pages(self, layer: int) -> bool:
         """Return whether a layer keeps cache pages."""
-        return not self.layers.mixers or ATTENTION in self.layers.mixers[layer]
+        return not PAGED.isdisjoint(self.mixers_of(layer))
 
     def states_of(self, layer: int) -> tuple[StateShape, ...]:
         """Return the arrays that a layer keeps for each sequence."""
-        if self.recurrent is None or self.mixers_of(layer) in ((), (ATTENTION,)):
+        if self.recurrent is None or PAGED.issuperset(self.mixers_of(layer)):
             return ()
         return self.recurrent.states
 

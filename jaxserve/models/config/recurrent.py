@@ -104,6 +104,33 @@ class GatedDeltaSizes:
 
 
 @dataclass(frozen=True)
+class ChannelDeltaSizes(GatedDeltaSizes):
+    """Sizes of Kimi's delta rule, whose decay is one number for each number of a key.
+
+    Attributes:
+        rank: rank of the projections of decays and of gates, or None for full matrices.
+        bound: largest magnitude of the logarithm of a decay, or 0 for no bound.
+    """
+
+    rank: int | None = None
+    bound: float = 0.0
+
+    @property
+    def widest(self) -> int:
+        """Numbers of a token in the arrays that a layer has at once.
+
+        They are the projections, the results of the convolution, the decays, and queries and keys
+        with decays.
+        """
+        return super().widest + 4 * self.heads * self.inputs
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Sizes that are divided over devices, by name."""
+        return {"linear_num_heads": self.heads}
+
+
+@dataclass(frozen=True)
 class Mamba2Sizes:
     """Sizes of Mamba-2.
 

@@ -448,6 +448,7 @@ SCALINGS: Mapping[str, Callable[[_Case], Scaling | None]] = MappingProxyType(
         "dynamic": _dynamic,
         "llama3": _llama3,
         "yarn": _yarn,
+        "deepseek_yarn": _yarn,  # its name in files of Sarvam
         "longrope": _longrope,
         "proportional": _proportional,
         "su": _longrope,  # LongRoPE's name in early Phi-3 checkpoints

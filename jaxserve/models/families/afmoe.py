@@ -13,6 +13,23 @@ from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rules import HEADS, ROUTING, ConfigRules, Scales
 from jaxserve.models.families.deepseek import CORRECTION, SHARED
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import (
+    WINDOW_KEYS,
+    GgufMetadata,
+    Raw,
+    read_rope,
+    read_scored,
+    read_windows,
+)
+from jaxserve.models.gguf.rules import (
+    COMPUTED_BY_SCORES,
+    EXPERTS,
+    SCORED,
+    SCORED_FIELDS,
+    SCORED_READ,
+    WINDOW,
+    GgufRules,
+)
 from jaxserve.models.weight_names import (
     QK_NORMS,
     expert_weights,
@@ -38,6 +55,14 @@ def _weights(config: ModelConfig) -> list[WeightName]:
     shared = SHARED if config.experts and config.experts.shared else ()
     layer = [*NORMS, *gated_projections(), *QK_NORMS]
     return model_weights(config, layer, [*expert_weights(config), *shared, CORRECTION])
+
+
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    read_scored(gguf, raw)
+    read_rope(gguf, raw)
+    read_windows(gguf, raw)
+    raw["mup_enabled"] = True  # as in llama.cpp's code
+    raw["sliding_window"] = raw.get("sliding_window") or None
 
 
 AFMOE = Family(
@@ -84,5 +109,24 @@ AFMOE = Family(
                 (r"\.mlp\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
             ),
         )
-    }
+    },
+    gguf={
+        "afmoe": GgufRules(
+            "AfmoeForCausalLM",
+            _finish_gguf,
+            tensors=MappingProxyType(
+                {
+                    **SCORED,
+                    "blk.{}.attn_gate": "model.layers.{}.self_attn.gate_proj",
+                    "blk.{}.ffn_norm": "model.layers.{}.pre_mlp_layernorm",
+                    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+                    "blk.{}.post_ffw_norm": "model.layers.{}.post_mlp_layernorm",
+                }
+            ),
+            fields=MappingProxyType({**WINDOW, **SCORED_FIELDS}),
+            read=WINDOW_KEYS | SCORED_READ,
+            experts=EXPERTS,
+            computed=COMPUTED_BY_SCORES,
+        )
+    },
 )

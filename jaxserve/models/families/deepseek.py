@@ -1,11 +1,13 @@
 """DeepSeek-V2 and V3 (2024, arXiv:2405.04434 and 2412.19437): latent attention, shared experts.
 
 V2 chooses experts by softmax probability, V3 by sigmoid scores plus a correction. The first layers
-are dense. Reference implementations: `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM` in Hugging
-Face Transformers. The modules that predict further tokens are not used.
+are dense. Sarvam 105B (2026) is V3 with other names of fields. Reference implementations:
+`DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM` in Hugging Face Transformers. The modules that
+predict further tokens are not used.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,10 +22,18 @@ from jaxserve.models.config.experts import (
 from jaxserve.models.config.fields import Fields, shown
 from jaxserve.models.config.latent import MAX_RANK, MAX_SIZE, Latent
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import ROUTING, ConfigRules
 from jaxserve.models.family import Architecture, Family, FamilyTraits
-from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope_scaling
-from jaxserve.models.gguf.rules import EXPERTS, ROUTER, TENSORS, GgufRules
+from jaxserve.models.gguf.metadata import (
+    FURTHER,
+    GgufMetadata,
+    Raw,
+    has_tensor,
+    read_rope_scaling,
+    read_scored,
+)
+from jaxserve.models.gguf.rules import EXPERTS, SCORED, SCORED_FIELDS, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     GATE,
@@ -98,13 +108,16 @@ def v3_latent(fields: Fields) -> Latent:
     return read_latent(fields, fields.flag("rope_interleave", default=True))
 
 
-def read_latent(fields: Fields, interleaved: bool, whole_head: bool = False) -> Latent:
+def read_latent(
+    fields: Fields, interleaved: bool, whole_head: bool = False, reads_head: bool = True
+) -> Latent:
     """Read the sizes of latent attention from the fields of a config.json.
 
     Args:
         fields: the fields.
         interleaved: whether the checkpoint pairs neighbouring dimensions for the rotation.
         whole_head: whether `head_dim` is the size of a key, and not of its rotated part.
+        reads_head: whether `head_dim` must have one of these sizes, if it is present.
     """
     if not fields.mentions("q_lora_rank"):
         fields.refuse("q_lora_rank", "a rank, or null for queries without one")
@@ -117,11 +130,13 @@ def read_latent(fields: Fields, interleaved: bool, whole_head: bool = False) -> 
         value=fields.integer("v_head_dim", 1, MAX_SIZE),
         interleaved=interleaved,
     )
-    # Both fields are derived. Most classes of Transformers store the rotated part as head_dim.
+    # Both fields are derived. Most classes of Transformers store the rotated part as head_dim, and
+    # files for vLLM the size of a cell of the cache.
     head = latent.key if whole_head else latent.rotary
-    for name, size in (("head_dim", head), ("qk_head_dim", latent.key)):
-        if fields.has(name) and fields.take(name) != size:
-            fields.refuse(name, f"{size}, or nothing")
+    derived = {"head_dim": (head, latent.cell)} if reads_head else {}
+    for name, sizes in (derived | {"qk_head_dim": (latent.key,)}).items():
+        if fields.has(name) and fields.take(name) not in sizes:
+            fields.refuse(name, f"{' or '.join(map(str, sizes))}, or nothing")
         fields.take(name)
     return latent
 
@@ -136,7 +151,7 @@ def latent_weights(
     routed = expert_weights(config) if experts is None else experts
     return [
         *embedding_weights(config),
-        *every_layer([*PRE_NORMS, *_attention(config)], config),
+        *every_layer([*PRE_NORMS, *attention(config)], config),
         *every_layer(mlp_projections(config), config, sparse=False),
         *every_layer([*routed, *SHARED], config, sparse=True),
         FINAL_NORM,
@@ -156,7 +171,8 @@ SHARED = (
 )
 
 
-def _attention(config: ModelConfig) -> list[WeightName]:
+def attention(config: ModelConfig) -> list[WeightName]:
+    """Return the tensors of a layer's latent attention."""
     layer = [
         WeightName("self_attn.kv_a_proj_with_mqa.weight", "J D -> D J", "attention.down"),
         WeightName("self_attn.kv_a_layernorm.weight", "C -> C", "attention.norm.scale"),
@@ -203,25 +219,18 @@ def _projections_of_heads(config: ModelConfig) -> list[WeightName]:
 
 
 def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
-    """Add fields of DeepSeek-V2, or of V3 if the router uses sigmoids, to the config.json `raw`.
-
-    Older files have the sizes of a head under the usual metadata keys. In newer files the keys with
-    `_mla` have these sizes, and the usual keys describe the single head that latent attention is
-    equivalent to when the upward projection is absorbed into the queries.
-    """
-    size = gguf.get("attention.key_length_mla") or raw.get("head_dim")
-    raw["v_head_dim"] = gguf.get("attention.value_length_mla") or raw.get("v_head_dim")
-    rotary = raw.get("qk_rope_head_dim")
-    if type(size) is not int or type(rotary) is not int or size <= rotary:
-        raise CheckpointError(f"{gguf.path}: heads of {shown(size)}, {shown(rotary)} of it rotated")
-    raw["qk_nope_head_dim"] = size - rotary
-    raw.pop("head_dim", None)
-    raw["num_key_value_heads"] = raw.get("num_attention_heads")
-    raw.setdefault("q_lora_rank", None)
-    raw.setdefault("first_k_dense_replace", 0)
-    raw.setdefault("routed_scaling_factor", 1.0)
-    raw.setdefault("norm_topk_prob", False)
+    # The fields of DeepSeek-V2, or of V3 if the router uses sigmoids.
+    finish_latent_gguf(gguf, raw)
     _finish_router(gguf, raw)
+
+
+def finish_latent_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add fields of latent attention, its rotary embedding and experts to the config.json `raw`.
+
+    Errors are those of `read_latent_sizes`.
+    """
+    read_latent_sizes(gguf, raw)
+    read_scored(gguf, raw)
     read_rope_scaling(gguf, raw)
     scaling = raw.get("rope_scaling", {})
     if scaling.get("rope_type") == "yarn":
@@ -235,15 +244,35 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
         scaling |= {"mscale": scale, "mscale_all_dim": scale}
 
 
+def read_latent_sizes(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the sizes of latent attention to the config.json `raw`.
+
+    Older files have the sizes of a head under the usual metadata keys. In newer files the keys with
+    `_mla` have these sizes, and the usual keys describe the single head that latent attention is
+    equivalent to when the upward projection is absorbed into the queries.
+
+    Raises:
+        CheckpointError: the sizes of a head do not fit each other.
+    """
+    size = gguf.get("attention.key_length_mla") or raw.get("head_dim")
+    raw["v_head_dim"] = gguf.get("attention.value_length_mla") or raw.get("v_head_dim")
+    rotary = raw.get("qk_rope_head_dim")
+    if type(size) is not int or type(rotary) is not int or size <= rotary:
+        raise CheckpointError(f"{gguf.path}: heads of {shown(size)}, {shown(rotary)} of it rotated")
+    raw["qk_nope_head_dim"] = size - rotary
+    raw.pop("head_dim", None)
+    raw["num_key_value_heads"] = raw.get("num_attention_heads")
+    raw.setdefault("q_lora_rank", None)
+
+
 def _finish_router(gguf: GgufMetadata, raw: Raw) -> None:
-    gating = gguf.get("expert_gating_func") or SOFTMAX
+    corrected = has_tensor(gguf, ".exp_probs_b.bias")
+    gating = gguf.get("expert_gating_func") or (SIGMOID if corrected else SOFTMAX)
     if gating not in (SOFTMAX, SIGMOID):
         raise UnsupportedModel(
             f"{gguf.path}: {gguf.key('expert_gating_func')} is {shown(gating)}; allowed: "
             f"{SOFTMAX} (softmax), {SIGMOID} (sigmoid)"
         )
-    raw["n_group"] = raw.get("n_group") or 1
-    raw["topk_group"] = raw.get("topk_group") or 1
     if gating == SIGMOID:
         raw["architectures"] = ["DeepseekV3ForCausalLM"]
     else:
@@ -258,40 +287,27 @@ GGUF = GgufRules(
     _finish_gguf,
     tensors=MappingProxyType(
         {
-            **TENSORS,
-            **ROUTER,
+            **SCORED,
             "blk.{}.attn_q_a": "model.layers.{}.self_attn.q_a_proj",
             "blk.{}.attn_q_b": "model.layers.{}.self_attn.q_b_proj",
             "blk.{}.attn_q_a_norm": "model.layers.{}.self_attn.q_a_layernorm",
             "blk.{}.attn_kv_a_mqa": "model.layers.{}.self_attn.kv_a_proj_with_mqa",
             "blk.{}.attn_kv_a_norm": "model.layers.{}.self_attn.kv_a_layernorm",
             "blk.{}.attn_kv_b": "model.layers.{}.self_attn.kv_b_proj",
-            "blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
-            "blk.{}.ffn_gate_shexp": "model.layers.{}.mlp.shared_experts.gate_proj",
-            "blk.{}.ffn_up_shexp": "model.layers.{}.mlp.shared_experts.up_proj",
-            "blk.{}.ffn_down_shexp": "model.layers.{}.mlp.shared_experts.down_proj",
         }
     ),
     fields=MappingProxyType(
         {
+            **SCORED_FIELDS,
             "attention.q_lora_rank": "q_lora_rank",
             "attention.kv_lora_rank": "kv_lora_rank",
             "rope.dimension_count": "qk_rope_head_dim",
             "attention.value_length": "v_head_dim",
-            "leading_dense_block_count": "first_k_dense_replace",
-            "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
         }
     ),
     read=frozenset({
         "attention.key_length_mla", "attention.value_length_mla", "expert_gating_func",
-        "rope.scaling.yarn_log_multiplier",
+        "rope.scaling.yarn_log_multiplier", FURTHER,
     }),
     experts=EXPERTS,
     heads=MappingProxyType(
@@ -300,8 +316,16 @@ GGUF = GgufRules(
             "attn_v_b": "model.layers.{}.self_attn.v_b_proj.{}.weight",
         }
     ),
-    latent=True,
 )  # fmt: skip
+_V3_RULES = ConfigRules(
+    "deepseek_v3",
+    aliases=frozenset({"kimi_k2"}),
+    neutral=MappingProxyType({**NEUTRAL, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
+    ignored=IGNORED | {"num_nextn_predict_layers"},
+    extra_layers="num_nextn_predict_layers",
+    experts=_v3_experts,
+    latent=v3_latent,
+)
 DEEPSEEK = Family(
     architectures={
         "DeepseekV2ForCausalLM": Architecture(
@@ -317,19 +341,29 @@ DEEPSEEK = Family(
             latent_weights,
         ),
         "DeepseekV3ForCausalLM": Architecture(
-            ConfigRules(
-                "deepseek_v3",
-                aliases=frozenset({"kimi_k2"}),
-                neutral=MappingProxyType(
-                    {**NEUTRAL, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+            _V3_RULES,
+            v3_weights,
+            FamilyTraits(router="sigmoid"),
+        ),
+        "SarvamMLAForCausalLM": Architecture(
+            replace(
+                _V3_RULES,
+                model_type="sarvam_mla",
+                aliases=frozenset(),
+                renamed=MappingProxyType(
+                    {
+                        "num_experts": "n_routed_experts",
+                        "num_mtp_layers": "num_nextn_predict_layers",
+                        "num_shared_experts": "n_shared_experts",
+                        "q_head_dim": "qk_head_dim",
+                    }
                 ),
-                ignored=IGNORED | {"num_nextn_predict_layers"},
-                extra_layers="num_nextn_predict_layers",
-                experts=_v3_experts,
-                latent=v3_latent,
+                defaults=MappingProxyType({"n_group": 1, "q_lora_rank": None, "topk_group": 1}),
+                rope=RopeRules(kinds=(*RopeRules.kinds, "deepseek_yarn")),
             ),
             v3_weights,
             FamilyTraits(router="sigmoid"),
+            computed_by="DeepseekV3ForCausalLM",
         ),
     },
     gguf={"deepseek2": GGUF},

@@ -11,6 +11,15 @@ from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rules import ROUTING, ConfigRules
 from jaxserve.models.families.deepseek import CORRECTION, SHARED
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope, read_scored
+from jaxserve.models.gguf.rules import (
+    COMPUTED_BY_SCORES,
+    EXPERTS,
+    SCORED,
+    SCORED_FIELDS,
+    SCORED_READ,
+    GgufRules,
+)
 from jaxserve.models.weight_names import (
     PRE_NORMS,
     QK_NORMS,
@@ -27,6 +36,13 @@ def _weights(config: ModelConfig) -> list[WeightName]:
     return model_weights(config, layer, [*expert_weights(config), *shared, CORRECTION])
 
 
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    read_rope(gguf, raw)
+    read_scored(gguf, raw)
+    raw["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
+    raw["sliding_window"] = None
+
+
 DOTS = Family(
     architectures={
         "Dots1ForCausalLM": Architecture(
@@ -41,5 +57,16 @@ DOTS = Family(
             _weights,
             FamilyTraits(qk_norm="head", router="sigmoid"),
         )
-    }
+    },
+    gguf={
+        "dots1": GgufRules(
+            "Dots1ForCausalLM",
+            _finish_gguf,
+            tensors=SCORED,
+            fields=SCORED_FIELDS,
+            read=SCORED_READ,
+            experts=EXPERTS,
+            computed=COMPUTED_BY_SCORES,
+        )
+    },
 )

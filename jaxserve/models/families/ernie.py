@@ -15,6 +15,8 @@ from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules
 from jaxserve.models.families.deepseek import SHARED
 from jaxserve.models.families.llama import llama_weights
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope
+from jaxserve.models.gguf.rules import EXPERTS, SCORED, Change, GgufRules
 from jaxserve.models.weight_names import (
     PRE_NORMS,
     attention_projections,
@@ -24,7 +26,7 @@ from jaxserve.models.weight_names import (
 from jaxserve.models.weight_table import WeightName
 
 ROPE = RopeRules(theta=5e5)
-BIAS = "use_bias"
+BIAS, CORRECTION = "use_bias", "mlp.moe_statics.e_score_correction_bias"
 
 
 def _experts(fields: Fields, layers: int) -> Experts:
@@ -47,10 +49,29 @@ def _experts(fields: Fields, layers: int) -> Experts:
 
 def _moe_weights(config: ModelConfig) -> list[WeightName]:
     shared = SHARED if config.experts and config.experts.shared else ()
-    bias = "mlp.moe_statics.e_score_correction_bias"
-    correction = WeightName(bias, "One E -> E", "mlp.correction")
+    correction = WeightName(CORRECTION, "One E -> E", "mlp.correction")
     layer = [*PRE_NORMS, *attention_projections(config)]
     return model_weights(config, layer, [*expert_weights(config), *shared, correction])
+
+
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    read_rope(gguf, raw)
+    raw[BIAS] = "blk.0.attn_q.bias" in gguf.tensors
+
+
+def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of ERNIE 4.5 with experts, of which a file has no last layer (-1)."""
+    read_rope(gguf, raw)
+    raw["moe_layer_end_index"] = -1
+    raw.setdefault("moe_layer_start_index", 0)
+    raw.setdefault("moe_num_shared_experts", 0)
+
+
+def _change(config: ModelConfig, name: str) -> Change | None:
+    """Return the change of a router's correction, which is a vector in the file."""
+    if not name.endswith("correction_bias") or config.experts is None:
+        return None
+    return Change(shape=(1, config.experts.count))
 
 
 ERNIE = Family(
@@ -90,5 +111,30 @@ ERNIE = Family(
             _moe_weights,
             FamilyTraits(interleaved=True, router="corrected softmax"),
         ),
-    }
+    },
+    gguf={
+        "ernie4_5": GgufRules("Ernie4_5ForCausalLM", _finish_gguf),
+        "ernie4_5-moe": GgufRules(
+            "Ernie4_5_MoeForCausalLM",
+            _finish_moe_gguf,
+            tensors=MappingProxyType(
+                {**SCORED, "blk.{}.exp_probs_b.bias": f"model.layers.{{}}.{CORRECTION}"}
+            ),
+            fields=MappingProxyType(
+                {
+                    "expert_count": "num_experts",
+                    "expert_used_count": "num_experts_per_tok",
+                    "expert_feed_forward_length": "moe_intermediate_size",
+                    "expert_shared_count": "moe_num_shared_experts",
+                    "interleave_moe_layer_step": "moe_layer_interval",
+                    "leading_dense_block_count": "moe_layer_start_index",
+                }
+            ),
+            # The width of shared experts follows from their number.
+            read=frozenset({"expert_shared_feed_forward_length"}),
+            experts=EXPERTS,
+            computed=MappingProxyType({"expert_gating_func": (0, 1)}),
+            change=_change,
+        ),
+    },
 )

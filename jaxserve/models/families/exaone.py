@@ -9,12 +9,31 @@ from types import MappingProxyType
 
 from jaxserve.models.config.experts import scored_experts
 from jaxserve.models.config.fields import Fields
-from jaxserve.models.config.layers import LayerTable, by_type, every
+from jaxserve.models.config.layers import MAX_LAYERS, LayerTable, by_type, every
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rules import KV_HEADS, ROUTING, ConfigRules
 from jaxserve.models.families.deepseek import CORRECTION, SHARED
 from jaxserve.models.families.olmo import POST_NORMS
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf import rules
+from jaxserve.models.gguf.metadata import (
+    WINDOW_KEYS,
+    GgufMetadata,
+    Raw,
+    read_rope,
+    read_scored,
+    read_windows,
+)
+from jaxserve.models.gguf.rules import (
+    COMPUTED_BY_SCORES,
+    EXPERTS,
+    SCORED,
+    SCORED_FIELDS,
+    SCORED_READ,
+    TENSORS,
+    WINDOW,
+    GgufRules,
+)
 from jaxserve.models.weight_names import (
     PRE_NORMS,
     QK_NORMS,
@@ -48,6 +67,20 @@ def _moe_weights(config: ModelConfig) -> list[WeightName]:
     return model_weights(config, layer, [*expert_weights(config), *SHARED, CORRECTION])
 
 
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    read_rope(gguf, raw)
+    read_windows(gguf, raw)
+    raw["sliding_window"] = raw.get("sliding_window") or None
+
+
+def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    read_scored(gguf, raw)
+    _finish_gguf(gguf, raw)
+    dense, layers = raw.pop("first_k_dense_replace"), raw.get("num_hidden_layers")
+    if type(dense) is int and type(layers) is int and 0 <= layers < MAX_LAYERS:
+        raw["mlp_layer_types"] = [("dense", "sparse")[i >= dense] for i in range(layers)]
+
+
 EXAONE = Family(
     architectures={
         "Exaone4ForCausalLM": Architecture(
@@ -79,5 +112,23 @@ EXAONE = Family(
             FamilyTraits(qk_norm="head", router="sigmoid"),
             tensors=((r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),),
         ),
-    }
+    },
+    gguf={
+        "exaone4": GgufRules(
+            "Exaone4ForCausalLM",
+            _finish_gguf,
+            tensors=MappingProxyType({**TENSORS, **rules.POST_NORMS}),
+            fields=WINDOW,
+            read=WINDOW_KEYS,
+        ),
+        "exaone-moe": GgufRules(
+            "ExaoneMoeForCausalLM",
+            _finish_moe_gguf,
+            tensors=SCORED,
+            fields=MappingProxyType({**WINDOW, **SCORED_FIELDS}),
+            read=WINDOW_KEYS | SCORED_READ,
+            experts=EXPERTS,
+            computed=COMPUTED_BY_SCORES,
+        ),
+    },
 )

@@ -13,14 +13,26 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
+from jaxserve.errors import UnsupportedModel
 from jaxserve.models.config.experts import Experts, expert_counts, expert_width
-from jaxserve.models.config.fields import Fields
+from jaxserve.models.config.fields import Fields, shown
 from jaxserve.models.config.layers import FULL, SLIDING, LayerTable, every
 from jaxserve.models.config.model_config import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, ModelConfig
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, MAX_MLP, ConfigRules, Scales
 from jaxserve.models.families.gemma import NORMS
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import (
+    PATTERN,
+    GgufMetadata,
+    Raw,
+    has_tensor,
+    read_pattern,
+    scaling_of,
+)
+from jaxserve.models.gguf.rules import EXPERTS, TENSORS, WINDOW, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     GATE,
@@ -30,6 +42,7 @@ from jaxserve.models.weight_names import (
     by_heads,
     embedding_weights,
     every_layer,
+    expert_weights,
     mlp_projections,
 )
 from jaxserve.models.weight_table import WeightName
@@ -181,17 +194,22 @@ BESIDE = (
     WeightName("router.proj.weight", "E D -> D E", "mlp.router"),
     WeightName("router.scale", "D -> D", "mlp.router_norm.scale"),
     WeightName("router.per_expert_scale", "E -> E", "mlp.expert_factors"),
-    WeightName("experts.gate_up_proj", "E (P M) D -> E D P M", "mlp.gate_up"),
-    WeightName("experts.down_proj", "E D M -> E M D", "mlp.down"),
     WeightName("pre_feedforward_layernorm_2.weight", "D -> D", "mlp.routed_input_norm.scale"),
     WeightName("post_feedforward_layernorm_1.weight", "D -> D", "mlp.dense_norm.scale"),
     WeightName("post_feedforward_layernorm_2.weight", "D -> D", "mlp.routed_norm.scale"),
+)
+STACKED = (
+    WeightName("experts.gate_up_proj", "E (P M) D -> E D P M", "mlp.gate_up"),
+    WeightName("experts.down_proj", "E D M -> E M D", "mlp.down"),
 )
 
 
 def _weights(config: ModelConfig) -> list[WeightName]:
     inputs, layer_input = (INPUTS, INPUT) if config.layer_inputs else ((), ())
-    experts = () if config.experts is None else BESIDE
+    experts = list[WeightName]()
+    if config.experts is not None:
+        apart = [part for part in expert_weights(config) if ".experts." in part.name]
+        experts = [*BESIDE, *(STACKED if config.experts.stacked else apart)]
     return [
         *embedding_weights(config),
         *inputs,
@@ -202,6 +220,138 @@ def _weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of Gemma 4 to the config.json `raw` of a GGUF file.
+
+    Raises:
+        UnsupportedModel: the file does not list the windows of the layers, values have another
+            size than keys, kv heads differ among the layers with a window or among the others, or
+            the rotary embedding is scaled.
+    """
+    read_pattern(gguf, raw)
+    kinds, size = raw.get("layer_types"), raw.get(GLOBAL_SIZE)
+    if not isinstance(kinds, list):
+        raise UnsupportedModel(f"{gguf.path}: {gguf.key(PATTERN)} is missing")
+    if gguf.get("attention.value_length_swa", raw.get("head_dim")) != raw.get("head_dim"):
+        raise UnsupportedModel(f"{gguf.path}: keys and values of different sizes")
+    heads = _of_layers(gguf, "attention.head_count_kv", len(kinds))
+    windowed = {count for count, kind in zip(heads, kinds, strict=True) if kind == SLIDING}
+    others = {count for count, kind in zip(heads, kinds, strict=True) if kind == FULL}
+    if max(len(windowed), len(others)) > 1:
+        key = gguf.key("attention.head_count_kv")
+        raise UnsupportedModel(
+            f"{gguf.path}: {key} is {shown(heads)}; allowed: one number for layers with a window, "
+            "and one for the others"
+        )
+    full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
+    raw["num_key_value_heads"] = min(windowed or others)
+    sized = {"head_dim": size, "num_key_value_heads": min(others or windowed)}
+    raw[BY_LAYER] = {str(layer): sized for layer in full} or None
+    names = ("k", "v")  # layers that read the pages of others may have neither
+    has = [[f"blk.{i}.attn_{name}.weight" in gguf.tensors for name in names] for i in full]
+    raw["attention_k_eq_v"] = [True, False] in has
+    raw["enable_moe_block"] = has_tensor(gguf, ".ffn_gate_inp.weight")
+    raw.setdefault("hidden_size_per_layer_input", 0)
+    _read_widths(gguf, raw, len(kinds))
+    _read_ropes(gguf, raw)
+
+
+def _of_layers(gguf: GgufMetadata, name: str, layers: int) -> list[int]:
+    """Return a value for each layer from metadata with one number, or with a number for each."""
+    value = gguf.get(name)
+    if type(value) is int:
+        return [value] * layers
+    if not isinstance(value, np.ndarray) or value.shape != (layers,):
+        raise UnsupportedModel(
+            f"{gguf.path}: {gguf.key(name)} is {shown(value)}; allowed: a number, or one for each "
+            f"of {layers} layers"
+        )
+    return value.tolist()
+
+
+def _read_widths(gguf: GgufMetadata, raw: Raw, layers: int) -> None:
+    """Read the width of the MLP, which may be doubled in layers that read the pages of others."""
+    widths = _of_layers(gguf, "feed_forward_length", layers)
+    raw["intermediate_size"], raw["use_double_wide_mlp"] = widths[0], len(set(widths)) > 1
+    shared = raw.get("num_kv_shared_layers", 0)
+    first = layers - shared if type(shared) is int else layers
+    doubled = [widths[0] * (2 if layer >= first else 1) for layer in range(layers)]
+    if raw["use_double_wide_mlp"] and widths != doubled:
+        key = gguf.key("feed_forward_length")
+        raise UnsupportedModel(
+            f"{gguf.path}: {key} is {shown(widths)}; allowed: one number, or twice that number in "
+            f"the last {shared} layers"
+        )
+
+
+def _read_ropes(gguf: GgufMetadata, raw: Raw) -> None:
+    """Read the rotary embeddings. Pairs that are not rotated have a huge divisor in the file."""
+    theta, sizes = raw.pop("rope_theta", 1e4), (raw.get(GLOBAL_SIZE), raw.get("head_dim"))
+    keys = ("rope.dimension_count", "rope.dimension_count_swa")
+    if scaling_of(gguf)[0] != "none" or any(
+        gguf.get(key, size) != size for key, size in zip(keys, sizes, strict=True)
+    ):
+        raise UnsupportedModel(f"{gguf.path}: the rotary embedding is scaled, or of parts of heads")
+    share = 1.0
+    if "rope_freqs.weight" in gguf.tensors:
+        divisors = np.array(gguf.read_factors("rope_freqs.weight"))
+        rotated = int((divisors == 1).sum())
+        if not (divisors[rotated:] > 1e20).all():
+            raise UnsupportedModel(
+                f"{gguf.path}: rope_freqs.weight is {shown(divisors.tolist())}; allowed: 1 for the "
+                "first pairs, and 1e30 for the others"
+            )
+        share = rotated / len(divisors)
+    full = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": share}
+    local = {"rope_type": "default", "rope_theta": gguf.get("rope.freq_base_swa", 1e4)}
+    raw["rope_parameters"] = {FULL: full, SLIDING: local}
+
+
+LAYER = "model.layers.{}"
+GGUF = GgufRules(
+    "Gemma4ForCausalLM",
+    _finish_gguf,
+    tensors=MappingProxyType(
+        {
+            **TENSORS,
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            "blk.{}.post_attention_norm": f"{LAYER}.post_attention_layernorm",
+            "blk.{}.ffn_norm": f"{LAYER}.pre_feedforward_layernorm",
+            "blk.{}.post_ffw_norm": f"{LAYER}.post_feedforward_layernorm",
+            "blk.{}.pre_ffw_norm_2": f"{LAYER}.pre_feedforward_layernorm_2",
+            "blk.{}.post_ffw_norm_1": f"{LAYER}.post_feedforward_layernorm_1",
+            "blk.{}.post_ffw_norm_2": f"{LAYER}.post_feedforward_layernorm_2",
+            "blk.{}.ffn_gate_inp": f"{LAYER}.router.proj",
+            "blk.{}.ffn_gate_inp.scale": f"{LAYER}.router.scale",
+            "blk.{}.ffn_down_exps.scale": f"{LAYER}.router.per_expert_scale",
+            "blk.{}.layer_output_scale.weight": f"{LAYER}.layer_scalar",
+            "blk.{}.inp_gate": f"{LAYER}.per_layer_input_gate",
+            "blk.{}.proj": f"{LAYER}.per_layer_projection",
+            "blk.{}.post_norm": f"{LAYER}.post_per_layer_input_norm",
+        }
+    ),
+    fields=MappingProxyType(
+        {
+            **WINDOW,
+            "attention.key_length": GLOBAL_SIZE,
+            "attention.key_length_swa": "head_dim",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "final_logit_softcapping": "final_logit_softcapping",
+        }
+    ),
+    read=frozenset({
+        PATTERN, "attention.value_length_swa", "rope.freq_base_swa", "rope.dimension_count_swa",
+    }),
+    experts=EXPERTS,
+    required=frozenset({"attention.key_length", "attention.key_length_swa"}),
+    lists=frozenset({"attention.head_count_kv", "feed_forward_length"}),
+)  # fmt: skip
 _RULES = ConfigRules(
     "gemma4_text",
     renamed=MappingProxyType({"top_k_experts": "num_experts_per_tok"}),
@@ -248,5 +398,6 @@ GEMMA4 = Family(
         "Gemma4UnifiedForCausalLM": Architecture(
             replace(_RULES, model_type="gemma4_unified_text"), _weights, _TRAITS
         ),
-    }
+    },
+    gguf={"gemma4": GGUF},
 )

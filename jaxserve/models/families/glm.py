@@ -17,8 +17,24 @@ from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules, no_mlp
 from jaxserve.models.families.deepseek import CORRECTION, SHARED
 from jaxserve.models.family import Architecture, Family, FamilyTraits
-from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope_scaling
-from jaxserve.models.gguf.rules import TENSORS, GgufRules, Names
+from jaxserve.models.gguf.metadata import (
+    VISION_KEYS,
+    GgufMetadata,
+    Raw,
+    has_tensor,
+    read_rope_scaling,
+    read_scored,
+)
+from jaxserve.models.gguf.rules import (
+    COMPUTED_BY_SCORES,
+    EXPERTS,
+    SCORED,
+    SCORED_FIELDS,
+    SCORED_READ,
+    TENSORS,
+    GgufRules,
+    Names,
+)
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
@@ -72,6 +88,12 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     raw["partial_rotary_factor"] = gguf.get("rope.dimension_count", size) / (size or 1)
     raw["attention_bias"] = bool(gguf.tensors & {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"})
     read_rope_scaling(gguf, raw)
+
+
+def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    _finish_gguf(gguf, raw)
+    read_scored(gguf, raw)
+    raw["use_qk_norm"] = has_tensor(gguf, ".attn_q_norm.weight")
 
 
 _GGUF_TENSORS: Names = MappingProxyType(
@@ -188,6 +210,21 @@ GLM = Family(
                 }
             ),
             fused=True,
+        ),
+        # Of GLM-4.5 to 4.7, Solar Open and the text of GLM-4.5V.
+        "glm4moe": GgufRules(
+            "Glm4MoeForCausalLM",
+            _finish_moe_gguf,
+            tensors=MappingProxyType(
+                {
+                    **SCORED,
+                    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+                }
+            ),
+            fields=SCORED_FIELDS,
+            read=SCORED_READ | VISION_KEYS,
+            experts=EXPERTS,
+            computed=COMPUTED_BY_SCORES,
         ),
     },
 )

@@ -20,11 +20,23 @@ KINDS = ("dense", "sparse")
 
 
 def _experts(fields: Fields, layers: int) -> Experts:
-    # Without a list the first layer is dense, whatever `first_k_dense_replace` says.
+    if not fields.has("mlp_layer_types"):  # Transformers ignores first_k_dense_replace then
+        fields.neutral({"first_k_dense_replace": 1})
+    return listed_experts(fields, layers, first=1)
+
+
+def listed_experts(fields: Fields, layers: int, first: int) -> Experts:
+    """Read experts of the layers that `mlp_layer_types` lists, or of all but the first layers.
+
+    Args:
+        fields: the fields.
+        layers: number of layers.
+        first: default of `first_k_dense_replace`, the number of dense layers without a list.
+    """
     kinds = fields.take("mlp_layer_types")
     if kinds is None:
-        fields.neutral({"first_k_dense_replace": 1})
-        kinds = ["dense", *["sparse"] * (layers - 1)]
+        first = fields.integer("first_k_dense_replace", 0, 1 << 20, default=first)
+        kinds = ["dense" if index < first else "sparse" for index in range(layers)]
     elif not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= {*KINDS}:
         fields.refuse("mlp_layer_types", f"{layers} of {' and '.join(map(repr, KINDS))}")
         kinds = ["sparse"] * layers

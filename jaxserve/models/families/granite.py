@@ -202,6 +202,16 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
             raise CheckpointError(f"{gguf.path}: {gguf.key(name)} is missing")
 
 
+def _moe_gguf_weights(config: ModelConfig) -> list[WeightName]:
+    layer = [*PRE_NORMS, *attention_projections(config), *expert_weights(config)]
+    return model_weights(config, layer)
+
+
+def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    _finish_gguf(gguf, raw)
+    del raw["mlp_bias"]
+
+
 SCALES = MappingProxyType(
     {
         "attention.scale": "attention_multiplier",
@@ -277,6 +287,21 @@ GRANITE = Family(
             _finish_gguf,
             fields=SCALES,
             paired=True,
+        ),
+        "granitemoe": GgufRules(
+            "GraniteMoeForCausalLM",
+            _finish_moe_gguf,
+            tensors=MappingProxyType({**GGUF_TENSORS, **ROUTER}),
+            fields=MappingProxyType(
+                {
+                    **SCALES,
+                    "expert_count": "num_local_experts",
+                    "expert_used_count": "num_experts_per_tok",
+                }
+            ),
+            experts=EXPERTS,
+            paired=True,
+            weights=_moe_gguf_weights,
         ),
         "granitehybrid": HYBRID_GGUF,
     },

@@ -12,6 +12,8 @@ from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules
 from jaxserve.models.families.deepseek import CORRECTION, SHARED
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_biases, read_rope
+from jaxserve.models.gguf.rules import GgufRules
 from jaxserve.models.weight_names import (
     PRE_NORMS,
     QK_NORMS,
@@ -25,6 +27,12 @@ from jaxserve.models.weight_table import WeightName
 def _weights(config: ModelConfig) -> list[WeightName]:
     layer = [*PRE_NORMS, *attention_projections(config), *QK_NORMS]
     return model_weights(config, layer, [*expert_weights(config), *SHARED, CORRECTION])
+
+
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    # The base of the rotary embedding in the file is the stretched one.
+    read_rope(gguf, raw)
+    read_biases(gguf, raw)
 
 
 HUNYUAN = Family(
@@ -85,5 +93,6 @@ HUNYUAN = Family(
                 (r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."),
             ),
         ),
-    }
+    },
+    gguf={"hunyuan-dense": GgufRules("HunYuanDenseV1ForCausalLM", _finish_gguf)},
 )

@@ -16,7 +16,7 @@ from jaxserve.models.config.rules import HEADS, KV_HEADS, ConfigRules
 from jaxserve.models.families import mixtral
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_biases, read_rope
-from jaxserve.models.gguf.rules import GgufRules
+from jaxserve.models.gguf.rules import TENSORS, GgufRules
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
@@ -48,6 +48,16 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     raw.pop("num_local_experts", None)
     raw.pop("num_experts_per_tok", None)
     read_biases(gguf, raw)
+
+
+def _finish_arcee_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    read_rope(gguf, raw)
+    read_biases(gguf, raw)
+
+
+def _finish_seed_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    _finish_arcee_gguf(gguf, raw)
+    raw["attention_out_bias"] = "blk.0.attn_output.bias" in gguf.tensors
 
 
 _NEUTRAL: Mapping[str, Any] = MappingProxyType(
@@ -133,5 +143,16 @@ LLAMA = Family(
             paired=True,
         ),
         "exaone": GgufRules("ExaoneForCausalLM", read_rope),
+        "arcee": GgufRules("ArceeForCausalLM", _finish_arcee_gguf, paired=True),
+        "seed_oss": GgufRules(
+            "SeedOssForCausalLM",
+            _finish_seed_gguf,
+            tensors=MappingProxyType(
+                {
+                    **TENSORS,
+                    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+                }
+            ),
+        ),
     },
 )

@@ -5,19 +5,32 @@ are multiplied by a factor. Reference implementation: `MiMoV2FlashForCausalLM` i
 Transformers. The modules that predict further tokens are not used.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
 
+from jaxserve.errors import UnsupportedModel
 from jaxserve.models.config.experts import Experts, scored_experts
-from jaxserve.models.config.fields import MAX_POSITIONS, Fields
-from jaxserve.models.config.layers import FULL, SLIDING, LayerTable, layer_kinds
+from jaxserve.models.config.fields import MAX_POSITIONS, Fields, shown
+from jaxserve.models.config.layers import FULL, MAX_LAYERS, SLIDING, LayerTable, layer_kinds
 from jaxserve.models.config.model_config import MAX_HEADS, ModelConfig
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, ROUTING, ConfigRules, Scales
 from jaxserve.models.families.deepseek import CORRECTION
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import PATTERN as WINDOWS
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope_scaling, read_scored
+from jaxserve.models.gguf.rules import (
+    COMPUTED_BY_SCORES,
+    EXPERTS,
+    SCORED,
+    SCORED_FIELDS,
+    SCORED_READ,
+    WINDOW,
+    GgufRules,
+)
 from jaxserve.models.weight_names import (
     PRE_NORMS,
     by_heads,
@@ -104,6 +117,48 @@ def _weights(config: ModelConfig) -> list[WeightName]:
     ]
 
 
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of MiMo-V2-Flash to the config.json `raw` of a GGUF file.
+
+    The length of a window includes the token itself, as in llama.cpp. Layers without a router have
+    a dense MLP.
+
+    Raises:
+        UnsupportedModel: the file does not list the windows and kv heads of each layer, or kv heads
+            differ among the layers with a window or among the others.
+    """
+    read_scored(gguf, raw)
+    read_rope_scaling(gguf, raw)
+    layers, size = raw.get("num_hidden_layers"), raw.get("head_dim")
+    count = layers if type(layers) is int and 0 < layers < MAX_LAYERS else 0
+    slides = [bool(flag) for flag in _listed(gguf, WINDOWS)[:count]]
+    heads = _listed(gguf, "attention.head_count_kv")[:count]
+    for name, windowed in ((KV, False), (WINDOWED_KV, True)):
+        some = {n for n, slide in zip(heads, slides, strict=False) if slide == windowed}
+        if len(some) > 1:
+            key = gguf.key("attention.head_count_kv")
+            raise UnsupportedModel(
+                f"{gguf.path}: {key} is {shown(heads)}; allowed: two numbers, for layers with a "
+                "window and without one"
+            )
+        raw[name] = some.pop() if some else max(heads, default=1)
+    raw[PATTERN] = [int(slide) for slide in slides]
+    routed = [f"blk.{layer}.ffn_gate_inp.weight" in gguf.tensors for layer in range(count)]
+    raw[FREQUENCY] = [int(sparse) for sparse in routed]
+    raw["norm_topk_prob"] = True  # as in llama.cpp's code
+    del raw["first_k_dense_replace"]
+    raw["partial_rotary_factor"] = gguf.get("rope.dimension_count", size) / (size or 1)
+
+
+def _listed(gguf: GgufMetadata, name: str) -> Sequence[int]:
+    values = gguf.get(name)
+    if not isinstance(values, np.ndarray) or values.ndim != 1:
+        raise UnsupportedModel(
+            f"{gguf.path}: {gguf.key(name)} is {shown(values)}; allowed: a value for each layer"
+        )
+    return values.tolist()
+
+
 MIMO = Family(
     architectures={
         "MiMoV2FlashForCausalLM": Architecture(
@@ -148,5 +203,30 @@ MIMO = Family(
             FamilyTraits(router="sigmoid", sinks="windows"),
             tensors=((r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias"),),
         )
-    }
+    },
+    gguf={
+        "mimo2": GgufRules(
+            "MiMoV2FlashForCausalLM",
+            _finish_gguf,
+            tensors=MappingProxyType(
+                {
+                    **SCORED,
+                    "blk.{}.attn_sinks.weight": "model.layers.{}.self_attn.attention_sink_bias",
+                }
+            ),
+            fields=MappingProxyType(
+                {
+                    **WINDOW,
+                    **SCORED_FIELDS,
+                    "attention.value_length": "v_head_dim",
+                    "attention.value_scale": "attention_value_scale",
+                    "rope.freq_base_swa": "rope_local_base_freq",
+                }
+            ),
+            read=SCORED_READ | {WINDOWS},
+            experts=EXPERTS,
+            computed=COMPUTED_BY_SCORES,
+            lists=frozenset({"attention.head_count_kv"}),
+        )
+    },
 )

@@ -12,7 +12,10 @@ from jaxserve.models.config.layers import LayerTable, full_attention
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import HEADS, ROUTING, ConfigRules
+from jaxserve.models.families.mixtral import GGUF_EXPERTS, GGUF_FIELDS, GGUF_TENSORS
 from jaxserve.models.family import Architecture, Family, FamilyTraits
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw, read_rope_scaling
+from jaxserve.models.gguf.rules import COMPUTED_BY_SCORES, GgufRules
 from jaxserve.models.weight_names import (
     PRE_NORMS,
     WHOLE_NORMS,
@@ -45,6 +48,11 @@ def _weights(config: ModelConfig) -> list[WeightName]:
     ]
     layer = [*PRE_NORMS, *attention_projections(config), *WHOLE_NORMS]
     return model_weights(config, layer, experts)
+
+
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    read_rope_scaling(gguf, raw)
+    raw["intermediate_size"] = raw.pop("moe_intermediate_size")
 
 
 MINIMAX = Family(
@@ -84,5 +92,27 @@ MINIMAX = Family(
             _weights,
             FamilyTraits(qk_norm="all", router="sigmoid"),
         )
-    }
+    },
+    gguf={
+        "minimax-m2": GgufRules(
+            "MiniMaxM2ForCausalLM",
+            _finish_gguf,
+            tensors=MappingProxyType(
+                {
+                    **GGUF_TENSORS,
+                    "blk.{}.exp_probs_b.bias": f"model.layers.{{}}.{BLOCK}.e_score_correction_bias",
+                }
+            ),
+            fields=MappingProxyType(
+                {
+                    **GGUF_FIELDS,
+                    "expert_feed_forward_length": "moe_intermediate_size",
+                    "rope.dimension_count": "rotary_dim",
+                }
+            ),
+            experts=GGUF_EXPERTS,
+            computed=COMPUTED_BY_SCORES,
+            required=frozenset({"expert_feed_forward_length"}),
+        )
+    },
 )

@@ -5,22 +5,27 @@ Reference implementation: `Mistral4ForCausalLM` in Hugging Face Transformers.
 """
 
 from dataclasses import replace
+from types import MappingProxyType
 
+from jaxserve.errors import UnsupportedModel
 from jaxserve.models.config.experts import Experts
-from jaxserve.models.config.fields import Fields
+from jaxserve.models.config.fields import Fields, shown
 from jaxserve.models.config.latent import Latent
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.rope import RopeRules
 from jaxserve.models.config.rules import ConfigRules
 from jaxserve.models.families.deepseek import (
+    GGUF,
     IGNORED,
     NEUTRAL,
+    finish_latent_gguf,
     latent_weights,
     read_experts,
     read_latent,
 )
 from jaxserve.models.families.qwen import STACKED_EXPERTS
 from jaxserve.models.family import Architecture, Family
+from jaxserve.models.gguf.metadata import GgufMetadata, Raw
 from jaxserve.models.weight_table import WeightName
 
 ROPE, PARTIAL = "rope_parameters", "partial_rotary_factor"
@@ -52,6 +57,22 @@ def _weights(config: ModelConfig) -> list[WeightName]:
     return latent_weights(config, STACKED_EXPERTS if is_stacked else None)
 
 
+def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add the fields of Mistral 4 to the config.json `raw` of a GGUF file.
+
+    Raises:
+        UnsupportedModel: the scaling of the rotary embedding is not YaRN (see also
+            `finish_latent_gguf`).
+    """
+    finish_latent_gguf(gguf, raw)
+    scaling = raw.pop("rope_scaling", {})
+    if scaling.get("rope_type") != "yarn":
+        key, kind = gguf.key("rope.scaling.type"), gguf.get("rope.scaling.type")
+        raise UnsupportedModel(f"{gguf.path}: {key} is {shown(kind)}; allowed: 'yarn'")
+    growth = gguf.get("attention.temperature_scale", 0.0)
+    raw[ROPE] = scaling | {"rope_theta": raw["rope_theta"], "llama_4_scaling_beta": growth}
+
+
 MISTRAL4 = Family(
     architectures={
         "Mistral4ForCausalLM": Architecture(
@@ -66,5 +87,14 @@ MISTRAL4 = Family(
             ),
             _weights,
         ),
+    },
+    gguf={
+        "mistral4": replace(
+            GGUF,
+            name="Mistral4ForCausalLM",
+            finish=_finish_gguf,
+            read=GGUF.read - {"expert_gating_func"} | {"attention.temperature_scale"},
+            computed=MappingProxyType({"expert_gating_func": (0, 1)}),
+        )
     },
 )

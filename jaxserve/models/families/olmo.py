@@ -36,7 +36,14 @@ from jaxserve.models.gguf.metadata import (
     read_rope,
     read_windows,
 )
-from jaxserve.models.gguf.rules import TENSORS, WINDOW, GgufRules
+from jaxserve.models.gguf.rules import (
+    COMPUTED_AS_THEY_ARE,
+    EXPERTS,
+    ROUTER,
+    TENSORS,
+    WINDOW,
+    GgufRules,
+)
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     PRE_NORMS,
@@ -166,6 +173,11 @@ def _finish_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     read_windows(gguf, raw)
 
 
+def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    read_rope(gguf, raw)
+    raw["norm_topk_prob"] = False  # as in llama.cpp's code
+
+
 OLMO = Family(
     architectures={
         "Olmo2ForCausalLM": Architecture(ConfigRules("olmo2"), _weights, TRAITS),
@@ -211,6 +223,16 @@ OLMO = Family(
             tensors=MappingProxyType({**TENSORS, **rules.POST_NORMS}),
             fields=WINDOW,
             read=WINDOW_KEYS,
-        )
+        ),
+        "olmoe": GgufRules(
+            "OlmoeForCausalLM",
+            _finish_moe_gguf,
+            tensors=MappingProxyType({**TENSORS, **ROUTER}),
+            fields=MappingProxyType(
+                {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+            ),
+            experts=EXPERTS,
+            computed=COMPUTED_AS_THEY_ARE,
+        ),
     },
 )

@@ -21,7 +21,14 @@ from jaxserve.models.config.rules import HEADS, KV_HEADS, ROUTING, ConfigRules
 from jaxserve.models.families.llama import llama_weights
 from jaxserve.models.family import Architecture, Family, FamilyTraits
 from jaxserve.models.gguf.metadata import VISION_KEYS, GgufMetadata, Raw, read_rope
-from jaxserve.models.gguf.rules import EXPERTS, ROUTER, TENSORS, GgufRules
+from jaxserve.models.gguf.rules import (
+    COMPUTED_AS_THEY_ARE,
+    EXPERTS,
+    ROUTER,
+    TENSORS,
+    Change,
+    GgufRules,
+)
 from jaxserve.models.weight_names import (
     FINAL_NORM,
     GATE,
@@ -145,6 +152,19 @@ def _finish_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
     raw["norm_topk_prob"] = True
 
 
+def _finish_qwen2_moe_gguf(gguf: GgufMetadata, raw: Raw) -> None:
+    read_rope(gguf, raw)
+    raw["norm_topk_prob"] = False  # as in llama.cpp's code
+    raw["qkv_bias"] = "blk.0.attn_q.bias" in gguf.tensors
+
+
+def _change(config: ModelConfig, name: str) -> Change | None:
+    """Return the change of the shared expert's gate, which may be a vector in the file."""
+    gate = name.endswith("shared_expert_gate.weight")
+    return Change(shape=(1, config.hidden_size)) if gate else None
+
+
+SHARED = "model.layers.{}.mlp.shared_expert"
 QWEN3_TRAITS = FamilyTraits(qk_norm="head")
 ROPE = RopeRules(sections=True)
 MOE_GGUF = GgufRules(
@@ -159,6 +179,29 @@ MOE_GGUF = GgufRules(
         }
     ),
     experts=EXPERTS,
+)
+QWEN2_MOE_GGUF = replace(
+    MOE_GGUF,
+    name="Qwen2MoeForCausalLM",
+    finish=_finish_qwen2_moe_gguf,
+    tensors=MappingProxyType(
+        {
+            **TENSORS,
+            **ROUTER,
+            "blk.{}.ffn_gate_inp_shexp": f"{SHARED}_gate",
+            "blk.{}.ffn_gate_shexp": f"{SHARED}.gate_proj",
+            "blk.{}.ffn_up_shexp": f"{SHARED}.up_proj",
+            "blk.{}.ffn_down_shexp": f"{SHARED}.down_proj",
+        }
+    ),
+    fields=MappingProxyType(
+        {
+            **MOE_GGUF.fields,
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        }
+    ),
+    change=_change,
+    computed=COMPUTED_AS_THEY_ARE,
 )
 QWEN = Family(
     architectures={
@@ -238,6 +281,7 @@ QWEN = Family(
     },
     gguf={
         "qwen2": GgufRules("Qwen2ForCausalLM", read_rope),
+        "qwen2moe": QWEN2_MOE_GGUF,
         "qwen2vl": GgufRules("Qwen2ForCausalLM", read_rope, read=VISION_KEYS),
         "qwen3": GgufRules("Qwen3ForCausalLM", read_rope),
         "qwen3vl": GgufRules("Qwen3ForCausalLM", read_rope, read=VISION_KEYS),

@@ -60,6 +60,20 @@ def skip_further(gguf: GgufMetadata, raw: Raw) -> None:
         raw["num_hidden_layers"] = layers - further
 
 
+def read_scored(gguf: GgufMetadata, raw: Raw) -> None:
+    """Add defaults of experts with DeepSeek-V3's router to the config.json `raw` of a GGUF file.
+
+    They are llama.cpp's. The blocks that predict further tokens are subtracted (`skip_further`).
+    """
+    for name in ("n_group", "topk_group", "routed_scaling_factor"):
+        raw[name] = raw.get(name) or 1  # 0 stands for an absent value
+    raw["routed_scaling_factor"] = float(raw["routed_scaling_factor"])
+    raw.setdefault("norm_topk_prob", False)
+    raw.setdefault("first_k_dense_replace", 0)
+    raw.setdefault("n_shared_experts", 0)
+    skip_further(gguf, raw)
+
+
 def layers_with(gguf: GgufMetadata, name: str, layers: Any) -> list[bool]:
     """Return whether the size under "<architecture>.<name>" is not 0, for each of `layers` layers.
 

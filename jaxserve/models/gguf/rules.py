@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.models.config.model_config import ModelConfig
-from jaxserve.models.gguf.metadata import GgufMetadata, Raw
+from jaxserve.models.gguf.metadata import FURTHER, GgufMetadata, Raw
 from jaxserve.models.weight_table import WeightName
 
 Names = Mapping[str, str]
@@ -54,6 +54,17 @@ EXPERTS: Names = MappingProxyType(
         "ffn_down": "model.layers.{}.mlp.experts.{}.down_proj.weight",
     }
 )
+# A router with a correction of the scores of each expert (DeepSeek-V3), and shared experts.
+SCORED: Names = MappingProxyType(
+    {
+        **TENSORS,
+        **ROUTER,
+        "blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
+        "blk.{}.ffn_gate_shexp": "model.layers.{}.mlp.shared_experts.gate_proj",
+        "blk.{}.ffn_up_shexp": "model.layers.{}.mlp.shared_experts.up_proj",
+        "blk.{}.ffn_down_shexp": "model.layers.{}.mlp.shared_experts.down_proj",
+    }
+)
 
 # Fields of config.json by llama.cpp's key after "<architecture>.".
 FIELDS: Names = MappingProxyType(
@@ -70,6 +81,21 @@ FIELDS: Names = MappingProxyType(
     }
 )
 WINDOW: Names = MappingProxyType({"attention.sliding_window": "sliding_window"})
+SCORED_FIELDS: Names = MappingProxyType(
+    {
+        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_count": "n_routed_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+    }
+)
+# The width of shared experts, which follows from their number, and blocks that are not read.
+SCORED_READ = frozenset({FURTHER, "expert_shared_feed_forward_length"})
 # Keys that may hold a list with one size for each layer.
 PER_LAYER = frozenset({
     "feed_forward_length", "attention.head_count", "attention.head_count_kv",
@@ -90,6 +116,12 @@ COMPUTED_BY_EXPERTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "expert_weights_scale": (0.0, 1.0),
         "expert_gating_func": (0, 1, 3),
     }
+)
+# The same for scores that are sigmoids (2), and for weights as a softmax over all experts gives
+# them.
+COMPUTED_BY_SCORES: Mapping[str, tuple[Any, ...]] = MappingProxyType({"expert_gating_func": (2,)})
+COMPUTED_AS_THEY_ARE: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {"expert_weights_norm": (False,), "expert_gating_func": (0, 1)}
 )
 # Further keys that every architecture reads or that have no effect.
 READ = TEXTS | frozenset({
@@ -152,6 +184,11 @@ def no_change(config: ModelConfig, name: str) -> Change | None:
     return None
 
 
+def no_values(gguf: GgufMetadata, layers: int) -> Mapping[str, np.ndarray]:
+    """Return an empty mapping, for architectures whose tensors are all tensors in the file."""
+    return {}
+
+
 def log_of_negated(values: np.ndarray) -> np.ndarray:
     """Return log(-values): the file has A = -exp(A_log)."""
     return np.log(-values)
@@ -186,8 +223,6 @@ class GgufRules:
         joins: tensors that the file stores in parts.
         paired: rows of query and key projections are permuted, so that rotated pairs are adjacent.
         fused: queries, keys and values may be one tensor.
-        latent: attention is latent, so that the usual keys for the size of a head have another
-            meaning.
         change: returns how the file's tensor differs from the checkpoint's, given the model's
             configuration and the checkpoint's name of the tensor, or None for an equal tensor.
         required: metadata keys without a default.
@@ -198,6 +233,8 @@ class GgufRules:
         factors: tensors that belong to the configuration, which are present all together or not at
             all.
         weights: lists the tensors with their parameters, or None for the tensors of a checkpoint.
+        values: returns tensors that the file stores as metadata, by the checkpoint's names. The
+            number is that of the layers.
     """
 
     name: str
@@ -211,7 +248,6 @@ class GgufRules:
     joins: tuple[Join, ...] = ()
     paired: bool = False
     fused: bool = False
-    latent: bool = False
     change: Callable[[ModelConfig, str], Change | None] = no_change
     required: frozenset[str] = frozenset()
     computed: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NO_VALUES)
@@ -219,3 +255,4 @@ class GgufRules:
     lists: frozenset[str] = frozenset()
     factors: frozenset[str] = FACTORS
     weights: Callable[[ModelConfig], list[WeightName]] | None = None
+    values: Callable[[GgufMetadata, int], Mapping[str, np.ndarray]] = no_values

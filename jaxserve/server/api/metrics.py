@@ -48,6 +48,10 @@ _OWN_COUNTERS: dict[str, tuple[str, engine_metrics.Read]] = {
         "Programs compiled beside the engine, for which no request waited.",
         lambda s: s.num_compiles_behind,
     ),
+    engine_metrics.WEIGHT_UPDATES[0]: (
+        engine_metrics.WEIGHT_UPDATES[1],
+        lambda s: s.num_weight_updates,
+    ),
 }
 _OWN = _OWN_GAUGES.keys() | _OWN_COUNTERS.keys()
 
@@ -71,6 +75,10 @@ class _Snapshot(Collector):
         for name, (text, read) in (engine_metrics.COUNTERS | _OWN_COUNTERS).items():
             samples = [(labels, read(counts)) for labels, counts in stats]
             yield from _families(CounterMetricFamily, name, text, samples, is_own=name in _OWN)
+        versions = [([*labels, counts.weights_version], 1.0) for labels, counts in stats]
+        yield from _families(
+            GaugeMetricFamily, *engine_metrics.WEIGHTS_VERSION, versions, "version", is_own=True
+        )
         rows = [
             ([*labels, str(device)], float(count))
             for labels, counts in stats

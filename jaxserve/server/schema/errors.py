@@ -6,7 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.errors import EngineClosed, EngineDead, InvalidRequest, Overloaded, PromptTooLong
+from jaxserve.errors import (
+    EngineAsleep,
+    EngineClosed,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+)
 
 MAX_MESSAGE_CHARS = 600
 # OpenAI's error types by status, with the names that Anthropic's client needs.
@@ -112,6 +119,8 @@ def _translated(error: Exception) -> ApiError:
         return ApiError(400, str(error), error.parameter, "invalid_value")
     if isinstance(error, Overloaded):
         return too_busy(str(error), "queue_full", 1)
+    if isinstance(error, EngineAsleep):
+        return ApiError(503, "the engine sleeps", code="engine_asleep")
     if isinstance(error, EngineClosed):
         return ApiError(503, "the server is stopping", code="shutting_down")
     if isinstance(error, EngineDead):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from jaxserve.execution.mesh import local_bytes, placed_arguments, spec_of
 from jaxserve.models import Decoder, ModelConfig
 from jaxserve.models.placed_weight import FULL, PlacedWeight
+from jaxserve.weights.memory import parameters_of_state
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,34 @@ class ModelShapes:
     def leaves_on(self, mesh: Mesh | None) -> list[Any]:
         """Return the shapes of the model's arrays, with shardings over `mesh` unless it is None."""
         return self.leaves if mesh is None else placed_arguments(mesh, self.leaves)
+
+    def values(self, leaves: list[jax.Array]) -> dict[str, Any]:
+        """Return the values of the parameters of a model with these shapes, by path.
+
+        Args:
+            leaves: the model's arrays, in the order in which programs take them.
+        """
+        return parameters_of_state(jax.tree.unflatten(self.treedef, leaves))
+
+    def with_values(
+        self, leaves: list[jax.Array] | None, values: Mapping[str, Any]
+    ) -> tuple[ModelShapes, list[jax.Array]]:
+        """Return the shapes and the arrays of a model after some parameters were replaced.
+
+        No module is made, because reference cycles of Flax would keep the old arrays in memory.
+
+        Args:
+            leaves: the model's arrays, or None if all parameters are replaced.
+            values: new values of parameters, by path.
+        """
+        state = self.state if leaves is None else jax.tree.unflatten(self.treedef, leaves)
+
+        def replaced(path: Any, leaf: Any) -> Any:
+            name = keystr(path, simple=True, separator=".")
+            return leaf.replace(values[name]) if name in values else leaf
+
+        state = jax.tree_util.tree_map_with_path(replaced, state, is_leaf=_is_variable)
+        return ModelShapes(self.graphdef, jax.tree.map(_shape, state)), jax.tree.leaves(state)
 
     @property
     def parameters(self) -> dict[str, Any]:

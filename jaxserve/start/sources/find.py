@@ -26,6 +26,7 @@ from jaxserve.text.generation_config import read_generation_config
 from jaxserve.text.gguf_vocabulary import gguf_ends
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.weights import (
+    Checkpoint,
     gguf_fields,
     is_converted,
     open_checkpoint,
@@ -111,11 +112,11 @@ def _find(config: EngineConfig, on_progress: OnProgress | None, config_only: boo
         generation = _generation_config(
             config, path.parent, {"eos_token_id": gguf_ends(file.metadata)}
         )
-        model_config = _divided(parse_model_config(fields, str(path)), config)
+        model_config = divided(parse_model_config(fields, str(path)), config)
         return GgufSource(path, fields, model_config, generation, file)
     where = str(path / "config.json")
     fields = overridden(read_config_fields(path), config.hf_overrides)
-    model_config = _divided(parse_model_config(fields, where), config)
+    model_config = divided(parse_model_config(fields, where), config)
     generation = _generation_config(config, path, None)
     if is_converted(path):
         if config.has_followers:
@@ -126,14 +127,19 @@ def _find(config: EngineConfig, on_progress: OnProgress | None, config_only: boo
             )
         return ConvertedSource(path, fields, model_config, generation, open_converted(path))
     if not config_only and config.load_format != "dummy":
-        tied = _ties(path, fields, model_config)
+        tied = ties(open_checkpoint(path), fields, model_config)
         if tied != model_config.tie_word_embeddings:
             fields["tie_word_embeddings"] = tied
-            model_config = _divided(parse_model_config(fields, where), config)
+            model_config = divided(parse_model_config(fields, where), config)
     return CheckpointSource(path, fields, model_config, generation)
 
 
-def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
+def divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """Return the configuration of a model with its division over devices, by the settings.
+
+    Raises:
+        UnsupportedModel: the model cannot be divided so.
+    """
     split = Split(
         config.tensor_parallel_size,
         config.enable_expert_parallel,
@@ -146,7 +152,7 @@ def _divided(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
     return divided
 
 
-def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:
+def ties(checkpoint: Checkpoint, fields: dict[str, Any], config: ModelConfig) -> bool:
     """Return whether a model's output projection is its embedding (tied weights).
 
     As in Transformers, a stored output projection that differs from the embedding is used, whatever
@@ -156,14 +162,13 @@ def _ties(path: Path, fields: dict[str, Any], config: ModelConfig) -> bool:
     unsaid = config.wrapper and fields.get("tie_word_embeddings") is None
     if not (config.tie_word_embeddings or unsaid):
         return False
-    checkpoint = open_checkpoint(path)
     prefix, output = naming(checkpoint) if config.wrapper else NAMINGS[-1]
     has_projection = has_own_output(checkpoint, output, f"{prefix}embed_tokens.weight")
     if has_projection and config.tie_word_embeddings:
         _log.warning(
             "%s: has an output projection that differs from the embedding, though config.json "
             "ties them; it is used",
-            path,
+            checkpoint.directory,
         )
     return not has_projection
 

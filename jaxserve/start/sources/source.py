@@ -115,6 +115,15 @@ class Source(ABC):
         """Return the source without the vocabulary, which is not needed after `tokenizer`."""
         return self
 
+    @property
+    def can_load(self) -> bool:
+        """Whether `load` works, also after `released`."""
+        return True
+
+    def released(self) -> Source:
+        """Return the source without arrays that are not needed after `load`."""
+        return self
+
     @abstractmethod
     def load(
         self,

@@ -1,4 +1,4 @@
-"""Join the tensors of a GGUF file that are one tensor, maybe transposed, in Hugging Face files."""
+"""Tensors of Hugging Face files that a GGUF file has in parts, maybe transposed, or as metadata."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from jaxserve.errors import CheckpointError
 from jaxserve.models.gguf.rules import Join
 from jaxserve.weights.gguf.file import GgufTensor
-from jaxserve.weights.safetensors import SharedFile, TensorEntry
+from jaxserve.weights.safetensors import Shard, SharedFile, TensorEntry
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,30 @@ class JoinedTensor(TensorEntry):
             for part, room in zip(self.parts, rooms, strict=True)
         ]
         return self.join.arrange([part.astype(self.dtype, copy=False) for part in rows])
+
+
+@dataclass(frozen=True)
+class ValueTensor(TensorEntry):
+    """A tensor with the numbers `values` of a GGUF file's metadata."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, name: str, values: np.ndarray, shard: Shard) -> ValueTensor:
+        """Return a tensor entry for a vector `values` in float32 out of the file `shard`."""
+        dtype = np.dtype(np.float32)
+        size = dtype.itemsize * values.size
+        return cls(name, shard, dtype, values.shape, 0, size, tuple(map(float, values)))
+
+    def read_bytes(
+        self,
+        first: int,
+        last: int,
+        memory: np.ndarray | None = None,
+        file: SharedFile | None = None,
+    ) -> np.ndarray:
+        """Return the bytes of the numbers [first, last), flat uint8."""
+        return np.array(self.values[first:last], self.dtype).view(np.uint8)
 
 
 def joined(name: str, join: Join, parts: Sequence[GgufTensor]) -> JoinedTensor:

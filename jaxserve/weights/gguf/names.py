@@ -29,12 +29,13 @@ from jaxserve.models.registry import GGUF_RULES, gguf_refusal
 from jaxserve.settings.checks import is_neutral
 from jaxserve.weights.checkpoint import Checkpoint, listed
 from jaxserve.weights.gguf.file import GgufFile, GgufTensor
-from jaxserve.weights.gguf.joined import joined
+from jaxserve.weights.gguf.joined import ValueTensor, joined
 from jaxserve.weights.safetensors import TensorEntry, read_tensor
 
 WINDOW_SIZE = "attention.sliding_window"
 MAX_FURTHER = 16
 FUSED = r"blk\.(\d{1,5})\.attn_qkv\.(weight|bias)"
+FUSED_EXPERTS = r"blk\.(\d{1,5})\.ffn_gate_up_exps\.weight"
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -64,8 +65,9 @@ def gguf_fields(file: GgufFile) -> Raw:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
     }
-    sizes = metadata.get("attention.value_length", raw.get("head_dim")), raw.get("head_dim")
-    if sizes[0] != sizes[1] and not rules.latent:
+    size = metadata.get("attention.key_length")
+    value_size = metadata.get("attention.value_length", size)
+    if value_size != size and "attention.value_length" not in rules.fields:
         raise UnsupportedModel(f"{file.path}: keys and values of different sizes")
     rules.finish(_metadata(file), raw)
     return raw
@@ -187,6 +189,8 @@ def named_tensors(file: GgufFile, config: ModelConfig) -> Checkpoint:
     tensors: dict[str, TensorEntry] = {}
     for entry in _joined(file, rules, config, remaining):
         tensors[entry.name] = entry
+    for name, values in rules.values(_metadata(file), config.num_hidden_layers).items():
+        tensors[name] = ValueTensor.of(name, values, next(iter(file.tensors.values())).shard)
     for entry in remaining.values():
         for tensor in _renamed(entry, file, rules, config):
             if tensors.setdefault(tensor.name, tensor).offset != tensor.offset:
@@ -222,8 +226,15 @@ def _renamed(
     """Yield a GGUF tensor's entry under its Hugging Face name.
 
     A tensor of all experts or heads yields one matrix for each, and fused queries, keys and values
-    yield three tensors.
+    yield three tensors. Fused gates and upward projections of experts yield two matrices for each.
     """
+    fused = re.fullmatch(FUSED_EXPERTS, entry.name)
+    if fused is not None and "ffn_gate" in rules.experts:
+        count = config.experts.count if config.experts is not None else 0
+        for index, matrix in enumerate(_matrices(entry, file, count, "experts")):
+            for half, name in zip(_halves(matrix), ("ffn_gate", "ffn_up"), strict=True):
+                yield replace(half, name=rules.experts[name].format(int(fused[1]), index))
+        return
     expert = re.fullmatch(r"blk\.(\d{1,5})\.(\w+?)(?:_exps|\.(\d{1,5}))\.weight", entry.name)
     if expert is not None and expert[2] in rules.experts:
         name, layer, number = rules.experts[expert[2]], int(expert[1]), expert[3]
@@ -331,6 +342,21 @@ def _matrices(entry: GgufTensor, file: GgufFile, count: int, kind: str) -> Itera
     for index in range(count):
         offset = entry.offset + index * size
         yield replace(entry, shape=entry.shape[1:], offset=offset, num_bytes=size)
+
+
+def _halves(matrix: GgufTensor) -> tuple[GgufTensor, GgufTensor]:
+    # The upper and the lower rows. Of an odd number, the later comparison of shapes reports one.
+    rows, size = matrix.shape[0] // 2, matrix.num_bytes // matrix.shape[0]
+    first, second = (rows, matrix.shape[1]), (matrix.shape[0] - rows, matrix.shape[1])
+    return (
+        replace(matrix, shape=first, num_bytes=rows * size),
+        replace(
+            matrix,
+            shape=second,
+            offset=matrix.offset + rows * size,
+            num_bytes=second[0] * size,
+        ),
+    )
 
 
 def hugging_face_name(name: str, names: Names) -> str:

@@ -1,0 +1,158 @@
+"""EngineOwner: the methods that `LLM` and `AsyncLLM` share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NoReturn, Self
+
+from jaxserve.engine import prompts
+from jaxserve.engine.engine import PauseMode
+from jaxserve.engine.metrics import Metric, metric_values
+from jaxserve.engine.request_factory import RequestFactory
+from jaxserve.engine.sharing import check_sharing
+from jaxserve.engine.thread import EngineThread
+from jaxserve.engine.weights import WeightUpdates, check_mode
+from jaxserve.errors import EngineAsleep, InvalidRequest
+from jaxserve.execution.runner import OnProgress
+from jaxserve.request import Request, SamplingParams
+from jaxserve.settings.compat import served
+from jaxserve.settings.config import EngineConfig
+from jaxserve.start.loaded import Loaded
+from jaxserve.start.sources.params import params_source
+from jaxserve.start.start import load
+from jaxserve.start.weights import place
+
+# Seconds between two looks at an engine that is to pause.
+_LOOK_SECONDS = 0.01
+
+
+class EngineOwner:
+    """Base class of `LLM` and `AsyncLLM`: the owner of an engine on a thread of its own."""
+
+    def __init__(
+        self, config: EngineConfig | Loaded, on_progress: OnProgress | None = None
+    ) -> None:
+        self._thread = EngineThread(config, on_progress)
+        self._updates = WeightUpdates(self._thread)
+        # The factory of requests. It is thread-safe.
+        self.requests: RequestFactory = self._thread.engine.requests
+
+    @classmethod
+    def from_params(cls, params: Any, config: Any, tokenizer: Any = None, **settings: Any) -> Self:
+        """Create an engine whose weights are arrays in memory. No file is written.
+
+        The engine copies the arrays, and casts them as a file's tensors are cast.
+
+        Args:
+            params: a mapping of the tensor names of checkpoint files to arrays of NumPy or JAX, or
+                `flax.nnx.state` of a `jaxserve.models.Decoder`. Arrays of JAX may be on any device,
+                or on a mesh.
+            config: fields of config.json as a dict, a folder, or a configuration of Transformers.
+            tokenizer: a folder, a fast tokenizer of Transformers, or None to serve token ids only.
+            **settings: fields of `EngineConfig`.
+
+        Raises:
+            InvalidRequest: a setting or argument is out of range or not supported.
+            CheckpointError: an array is missing, or has another shape or dtype than `config` says.
+            UnsupportedModel: the model is not supported.
+            DeviceError: JAX cannot start its device.
+        """
+        settings = served(settings, EngineConfig.__dataclass_fields__)
+        settings["skip_tokenizer_init"] = tokenizer is None
+        resolved = EngineConfig(**{"model": "params", **settings})
+        check_sharing(resolved)
+        source = params_source(params, config, tokenizer, resolved)
+        return cls(load(resolved, source=source))
+
+    @property
+    def weights_version(self) -> str:
+        """The version of the weights: "0" at the start, then the one that an update names."""
+        return self._thread.engine.weights_version
+
+    def _update_weights(self, *arguments: Any) -> str:
+        if self._thread.engine.is_asleep:
+            raise EngineAsleep("the engine sleeps; its weights can be updated after wake_up")
+        return self._updates.update(*arguments)
+
+    def _pause(self, mode: PauseMode) -> None:
+        check_mode(mode, "mode", PauseMode)
+        engine = self._thread.engine
+        self._thread.call(partial(engine.pause_all, mode))
+        while self._thread.call(lambda: engine.paused == "wait" and engine.has_work):
+            time.sleep(_LOOK_SECONDS)
+
+    def _resume(self) -> None:
+        self._thread.call(self._thread.engine.resume_all)
+
+    def _sleep(self, level: int, mode: PauseMode) -> None:
+        engine = self._thread.engine
+        if level not in (1, 2):
+            raise InvalidRequest(f"level is {level!r}; allowed: 1, 2", "level")
+        if engine.loaded.group is not None:
+            raise InvalidRequest("sleep: this engine has several hosts (nnodes); allowed: one host")
+        if engine.is_asleep:
+            return
+        self._pause(mode)
+        self._updates.discard()
+        self._thread.call(partial(engine.sleep, level))
+
+    def _wake_up(self) -> None:
+        engine = self._thread.engine
+        if not engine.is_asleep:
+            return
+        source, plan, leaves = engine.loaded.source, engine.loaded.plan, None
+        assert source is not None and plan is not None
+        if not engine.runner.leaves and source.can_load:
+            leaves = place(source, plan).leaves
+        self._thread.call(partial(engine.wake_up, leaves))
+
+    def _request_of(
+        self,
+        prompt: prompts.Prompt,
+        sampling: SamplingParams | None,
+        priority: int,
+        cache_salt: str | None,
+        tokenization: Mapping[str, Any] | None,
+    ) -> tuple[Request, str | None]:
+        """Validate a prompt and its settings, and return the Request and the text of the prompt.
+
+        The text is None for token ids. The salt of a prompt dict takes precedence over
+        `cache_salt`.
+        """
+        engine = self._thread.engine
+        text, body, salt = prompts.prompt_parts(prompt)
+        salt = cache_salt if salt is None else salt
+        longest = engine.limits.max_model_len
+        body = prompts.tokenized(body, tokenization, engine.tokenizer, longest)
+        return self.requests.make(body, sampling, priority=priority, cache_salt=salt), text
+
+    def _metrics(self) -> list[Metric]:
+        engine = self._thread.engine
+        name = str(engine.config.model)
+        return self._thread.call(lambda: metric_values(engine.stats(), engine.step_tokens, name))
+
+    @property
+    def recommends_sampling(self) -> bool:
+        """Whether the checkpoint's generation_config.json has sampling settings."""
+        return self._thread.engine.loaded.recommends_sampling
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the checkpoint's default SamplingParams, for requests that pass none."""
+        return self._thread.engine.loaded.default_sampling
+
+    def get_tokenizer(self) -> Any:
+        """Return the engine's tokenizer, or None if the setting skip_tokenizer_init is on."""
+        return self._thread.engine.tokenizer
+
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError, because an engine cannot be pickled or copied."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: it holds a device's memory and a "
+            "thread. Make one in the process that uses it, from the same arguments"
+        )
+
+    def close(self) -> None:
+        """Abort all requests, end the engine's thread, and free the device. Idempotent."""
+        self._thread.close()
