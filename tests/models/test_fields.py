@@ -275,6 +275,7 @@ PARTICULAR: dict[str, list[dict[str, Any]]] = {
         {"norm_topk_prob": False},
         {"rope_interleave": False},
         {"attention_bias": True},
+        {"q_lora_rank": None},
         {"kv_lora_rank": 8},
         {"qk_nope_head_dim": 11},
         {"qk_head_dim": 21},
