@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         RequestOutput,
         RequestStateStats,
     )
+    from jaxserve.pure import hidden_states, logits, logprobs
     from jaxserve.request import BeamSearchParams, FinishReason, SamplingParams
     from jaxserve.settings.config import EngineConfig
     from jaxserve.structured import StructuredOutputsParams
@@ -63,6 +64,9 @@ _HOMES = {
     "Overloaded": "jaxserve.errors",
     "EngineClosed": "jaxserve.errors",
     "EngineDead": "jaxserve.errors",
+    "logprobs": "jaxserve.pure",
+    "logits": "jaxserve.pure",
+    "hidden_states": "jaxserve.pure",
 }
 
 __all__ = [
@@ -89,6 +93,9 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "UnsupportedModel",
+    "hidden_states",
+    "logits",
+    "logprobs",
 ]
 
 

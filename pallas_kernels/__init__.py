@@ -22,7 +22,8 @@ Products with weights:
 * ``matmul_in_parts`` and ``gated_matmul``: products of few rows on a GPU.
 * ``output_major_matmul``: transposed quantized weights, for a GPU without Triton.
 * ``panel_product``, ``quantized_panel_product`` and ``block_product`` (GGUF blocks): products on
-  CPU whose weights have a layout that is read at the speed of the memory.
+  CPU whose weights have a layout that is read at the speed of the memory. ``laid_out_product``
+  makes that layout itself, and can be differentiated.
 
 Operations over rows:
 
@@ -60,6 +61,7 @@ from pallas_kernels.ops import (
     kernel_code,
     kernels_from,
     kv_write,
+    laid_out_product,
     matmul_in_parts,
     paged_decode_attention,
     panel_product,
@@ -135,6 +137,7 @@ __all__ = [
     "kernel_code",
     "kernels_from",
     "kv_write",
+    "laid_out_product",
     "latent_attention",
     "latent_write",
     "mamba2",

@@ -5,7 +5,9 @@ An argument that does not fit raises ValueError, which names it and the allowed 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +24,10 @@ from pallas_kernels.arguments import (
     grouped_case,
     kv_write_case,
 )
+from pallas_kernels.attention_gradient import attention_gradient
 from pallas_kernels.devices import target_device
+from pallas_kernels.gradients import differentiable, varying
+from pallas_kernels.grouped_gradient import grouped_gradient
 from pallas_kernels.implementation import AnyCase, choose, deferred, kernel, limit
 from pallas_kernels.qkv_arguments import QkvOptions, check_qkv, qkv_case
 from pallas_kernels.row_arguments import (
@@ -41,6 +46,7 @@ NO_QKV_OPTIONS = QkvOptions()
 # Only on CPU: products with weights in panels, and functions that store and restore the machine
 # code of kernels.
 panel_product = deferred("pallas_kernels.cpu.product", "panel_product")
+laid_out_product = deferred("pallas_kernels.cpu.product", "laid_out_product")
 block_product = deferred("pallas_kernels.cpu.block_product", "block_product")
 quantized_panel_product = deferred(
     "pallas_kernels.cpu.quantized_product", "quantized_panel_product"
@@ -84,10 +90,34 @@ def ragged_paged_attention(
         implementation: "auto", or one of ``IMPLEMENTATIONS``.
 
     Returns:
-        [T,N,H] of q's dtype, accumulated in float32 (float64 for float64).
+        [T,N,H] of q's dtype, accumulated in float32 (float64 for float64). It can be
+        differentiated if each row has queries at all of its positions and pages of its own, and
+        pages have no scales.
     """
     arrays = AttentionArrays.of(q, k_pages, v_pages, page_table, query_start, kv_len)
-    return _attention("ragged", arrays, options, implementation)
+    case = attention_case("ragged", arrays, options)
+    if choose(implementation, case) in ("llvm", "xla"):  # without counters
+        options = dataclasses.replace(options, arrivals=None)
+    run = jax.custom_vjp(varying(_chosen(implementation, case)))
+    run.defvjp(partial(_attention_forward, run), _attention_backward)
+    return run(arrays, options)
+
+
+def _attention_forward(
+    run: Callable[..., Any], arrays: AttentionArrays, options: AttentionOptions
+) -> tuple[jax.Array, Any]:
+    out = run(arrays, options)
+    return out, (arrays, options, out)
+
+
+def _attention_backward(operands: Any, g: jax.Array) -> tuple[AttentionArrays, Any]:
+    arrays, options, out = operands
+    if options.k_scale is not None:
+        raise NotImplementedError("attention over pages with scales has no derivatives")
+    found = attention_gradient(arrays, options, out, g)
+    none: Any = None
+    by_arrays = AttentionArrays(found.q, found.k_pages, found.v_pages, none, none, none)
+    return by_arrays, dataclasses.replace(options, sinks=found.sinks, arrivals=None)
 
 
 def paged_decode_attention(
@@ -113,13 +143,7 @@ def paged_decode_attention(
         [R,N,H] of q's dtype, accumulated in float32 (float64 for float64).
     """
     arrays = AttentionArrays.of(q, k_pages, v_pages, page_table, kv_len)
-    return _attention("decode", arrays, options, implementation)
-
-
-def _attention(
-    op: str, arrays: AttentionArrays, options: AttentionOptions, implementation: str
-) -> jax.Array:
-    case = attention_case(op, arrays, options)
+    case = attention_case("decode", arrays, options)
     return _chosen(implementation, case)(arrays, options)
 
 
@@ -162,7 +186,9 @@ def kv_write(
     case = kv_write_case(target_device(), k, v, k_pages, v_pages, slot_mapping, **scales)
     if k_pages.dtype == INT8:
         raise ValueError("k_pages has dtype int8; quantized_kv_write stores in those")
-    return _chosen(implementation, case)(k, v, k_pages, v_pages, slot_mapping, **scales)
+    operands = k, v, k_pages, v_pages, slot_mapping
+    run = partial(_chosen(implementation, case), **scales)
+    return differentiable(run, partial(reference.kv_write, **scales), *operands)
 
 
 def quantized_kv_write(
@@ -237,9 +263,11 @@ def rope_kv_write(
     operands = (qkv, cos_sin, k_pages, v_pages, slot_mapping, options)
     case = check_qkv(*operands, dtype, target_device())
     name = choose(implementation, case)
+    plain = partial(reference.rope_kv_write, dtype=dtype)
     if name == "xla":
-        return reference.rope_kv_write(*operands, dtype)
-    return kernel(case.op, name, case.platform)(*operands, case)
+        return plain(*operands)
+    run = partial(kernel(case.op, name, case.platform), case=case)
+    return differentiable(run, plain, *operands)
 
 
 def rope_kv_write_kernel(
@@ -281,7 +309,14 @@ def grouped_matmul(
     """
     x, w, group_sizes = map(jnp.asarray, (x, w, group_sizes))
     case = grouped_case(target_device(), x, w, group_sizes)
-    return _chosen(implementation, case)(x, w, group_sizes)
+    run = jax.custom_vjp(varying(_chosen(implementation, case)))
+    run.defvjp(lambda *operands: (run(*operands), operands), _grouped_backward)
+    return run(x, w, group_sizes)
+
+
+def _grouped_backward(operands: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, w, group_sizes = operands
+    return *grouped_gradient(x, w, group_sizes, g), None
 
 
 def add_norm(
@@ -313,8 +348,11 @@ def add_norm(
     operands = x, delta, scale, delta_scale
     case = norm_case(target_device(), *operands, options)
     name = choose(implementation, case)
-    run = _plain_add_norm if name == "xla" else kernel("add_norm", name, case.platform)
-    return run(*operands, options)
+    plain = partial(_plain_add_norm, options=options)
+    if name == "xla":
+        return plain(*operands)
+    run = partial(kernel("add_norm", name, case.platform), options=options)
+    return differentiable(run, plain, *operands)
 
 
 def add_norm_kernel(x: jax.Array, implementation: str) -> str:
@@ -374,9 +412,10 @@ def matmul_in_parts(
     x, w = jnp.asarray(x), jnp.asarray(w)
     case = product_case("matmul_in_parts", target_device(), x, w, parts)
     name = choose(implementation, case)
+    plain = partial(reference.matmul_in_parts, parts=parts)
     if name == "xla":
-        return reference.matmul_in_parts(x, w, parts)
-    return kernel(case.op, name, case.platform)(x, w, case)
+        return plain(x, w)
+    return differentiable(partial(kernel(case.op, name, case.platform), case=case), plain, x, w)
 
 
 def gated_matmul(
@@ -401,9 +440,11 @@ def gated_matmul(
         raise ValueError(f"activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
     case = product_case("gated_matmul", target_device(), x, w)
     name = choose(implementation, case)
+    plain = partial(reference.gated_matmul, activation=activation)
     if name == "xla":
-        return reference.gated_matmul(x, w, activation)
-    return kernel(case.op, name, case.platform)(x, w, case, activation)
+        return plain(x, w)
+    run = partial(kernel(case.op, name, case.platform), case=case, activation=activation)
+    return differentiable(run, plain, x, w)
 
 
 def has_few_row_product(op: str, x: jax.Array, outputs: int, implementation: str) -> bool:

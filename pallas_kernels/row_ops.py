@@ -6,12 +6,15 @@ this.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.gradients import differentiable
 from pallas_kernels.implementation import deferred, has_llvm
 from pallas_kernels.row_arguments import ACTIVATIONS, Activation
 
@@ -21,7 +24,10 @@ _row_sums = deferred("pallas_kernels.cpu.row_sums", "row_sums")
 _row_shares = deferred("pallas_kernels.cpu.row_sums", "row_shares")
 
 
-def row_sums(x: jax.Array, term: Literal["numbers", "squares", "exps"] = "numbers") -> jax.Array:
+_Term = Literal["numbers", "squares", "exps"]
+
+
+def row_sums(x: jax.Array, term: _Term = "numbers", implementation: str = "auto") -> jax.Array:
     """Sum each row (the last axis) of x, or the squares or exponentials of its numbers.
 
     On CPU the order of the sum depends only on the length of a row. So the sum of a row is the same
@@ -30,64 +36,91 @@ def row_sums(x: jax.Array, term: Literal["numbers", "squares", "exps"] = "number
     Args:
         x: [..., D], bfloat16, float16, float32 or float64.
         term: the summand: the numbers, their squares, or exp(number - maximum of the row).
+        implementation: "auto", "llvm" for the kernel, or another name for plain JAX.
 
     Returns:
         [...] of x's dtype, but at least float32.
     """
-    if has_llvm() and x.size:
-        return _row_sums(x, term)
+    plain = partial(_plain_sums, term=term)
+    if runs_kernel(implementation) and x.size:
+        return differentiable(partial(_row_sums, term=term), plain, x)
+    return plain(x)
+
+
+def _plain_sums(x: jax.Array, term: _Term) -> jax.Array:
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if term == "exps":
         x = jnp.exp(x - x.max(axis=-1, keepdims=True))
     return jnp.sum(jnp.square(x) if term == "squares" else x, axis=-1)
 
 
-def softmax(x: jax.Array) -> jax.Array:
+def softmax(x: jax.Array, implementation: str = "auto") -> jax.Array:
     """Compute the softmax over the last axis of x [..., D]. Return an array of x's shape and dtype.
 
-    On CPU the result of a row is the same to the bit for any number of rows.
+    On CPU the result of a row is the same to the bit for any number of rows. `implementation` is as
+    in `row_sums`.
 
     Raises:
         ValueError: x is neither float32 nor float64.
     """
-    return _row_shares(x, "softmax") if _has_kernel(x) else jax.nn.softmax(x, axis=-1)
+    return _shares(x, "softmax", jax.nn.softmax, implementation)
 
 
-def sigmoid(x: jax.Array) -> jax.Array:
+def sigmoid(x: jax.Array, implementation: str = "auto") -> jax.Array:
     """Compute 1 / (1 + exp(-x)) of every number of x. Return an array of x's shape and dtype.
 
-    On CPU equal numbers have results of equal bits at any place of the array.
+    On CPU equal numbers have results of equal bits at any place of the array. `implementation` is
+    as in `row_sums`.
 
     Raises:
         ValueError: x is neither float32 nor float64.
     """
-    return _row_shares(x, "sigmoid") if _has_kernel(x) else jax.nn.sigmoid(x)
+    return _shares(x, "sigmoid", jax.nn.sigmoid, implementation)
 
 
-def softplus(x: jax.Array) -> jax.Array:
+def softplus(x: jax.Array, implementation: str = "auto") -> jax.Array:
     """Compute log(1 + exp(x)) of every number of x. Return an array of x's shape and dtype.
 
-    On CPU equal numbers have results of equal bits at any place of the array.
+    On CPU equal numbers have results of equal bits at any place of the array. `implementation` is
+    as in `row_sums`.
 
     Raises:
         ValueError: x is neither float32 nor float64.
     """
-    return _row_shares(x, "softplus") if _has_kernel(x) else jax.nn.softplus(x)
+    return _shares(x, "softplus", jax.nn.softplus, implementation)
 
 
-def _has_kernel(x: jax.Array) -> bool:
+def _shares(
+    x: jax.Array, shared: str, plain: Callable[[jax.Array], jax.Array], implementation: str
+) -> jax.Array:
     if x.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f"x is {x.dtype}; allowed: float32, float64")
-    return has_llvm() and x.size > 0
+    if runs_kernel(implementation) and x.size:
+        return differentiable(partial(_row_shares, shared=shared), plain, x)
+    return plain(x)
 
 
-def gated(x: jax.Array, activation: Activation, dtype: DTypeLike | None = None) -> jax.Array:
+def runs_kernel(implementation: str) -> bool:
+    """Return whether an operation over rows runs its CPU kernel.
+
+    The caller's choice is "llvm", or "auto" for the kernel if it can run.
+    """
+    return implementation == "llvm" or (implementation == "auto" and has_llvm())
+
+
+def gated(
+    x: jax.Array,
+    activation: Activation,
+    dtype: DTypeLike | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
     """Compute activation(gate) * up, the activation of a gated MLP, in float32 or wider.
 
     Args:
         x: [T,2,F] gate and up, any float.
         activation: "silu", or "gelu_tanh", the approximation of GELU with tanh.
         dtype: of the result. Gate and up are rounded to it first. None means the dtype of x.
+        implementation: as in `row_sums`.
 
     Returns:
         [T,F] of `dtype`.
@@ -101,8 +134,15 @@ def gated(x: jax.Array, activation: Activation, dtype: DTypeLike | None = None) 
         raise ValueError(f"activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     exact = jnp.promote_types(dtype, jnp.float32)
-    if has_llvm() and x.size and dtype != jnp.float16 and x.dtype in (dtype, exact):
-        return _gated(x, activation, dtype)
+    has_kernel = dtype != jnp.float16 and x.dtype in (dtype, exact)
+    plain = partial(_plain_gated, activation=activation, dtype=dtype)
+    if runs_kernel(implementation) and x.size and has_kernel:
+        return differentiable(partial(_gated, activation=activation, dtype=dtype), plain, x)
+    return plain(x)
+
+
+def _plain_gated(x: jax.Array, activation: Activation, dtype: jnp.dtype) -> jax.Array:
+    exact = jnp.promote_types(dtype, jnp.float32)
     gate, up = x[:, 0].astype(dtype), x[:, 1].astype(dtype)
     # In 16 bits every operation would round, which costs more.
     wide = gate.astype(exact)

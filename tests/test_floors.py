@@ -35,6 +35,7 @@ FLOORS = {
     "jaxserve.weights": 3,
     "jaxserve.text": 3,
     "jaxserve.execution": 4,
+    "jaxserve.pure": 5,
     "jaxserve.start": 5,
     "jaxserve.engine": 6,
     "jaxserve.server": 7,
@@ -53,7 +54,7 @@ SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slo
 HOMES = {
     "jax": (
         *("pallas_kernels", "jaxserve.models", "jaxserve.weights", "jaxserve.execution"),
-        "jaxserve.start",
+        *("jaxserve.pure", "jaxserve.start"),
     ),
     "starlette": ("jaxserve.server", "jaxserve.fleet"),
     "ray": ("jaxserve.fleet", "jaxserve.ray_app"),

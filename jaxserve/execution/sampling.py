@@ -154,8 +154,29 @@ def plain_draw(
         greedy: each row's most likely token, the result of rows with temperature 0.
         settings: the settings of each row, with its threefry key and the new token's position.
     """
-    temperature, min_p, top_k, top_p, seed, position = settings
-    warm = temperature > 0
+    warm = settings.temperature > 0
+    probs = kept_probabilities(logits, highest, settings, warm)
+    number = uniform(settings.seed, settings.position).astype(probs.dtype)
+    return jnp.where(warm, _draw(probs, number), greedy)
+
+
+def kept_probabilities(
+    logits: Float[Array, "R V"],
+    highest: Float[Array, " R"],
+    settings: DrawSettings,
+    warm: Bool[Array, " R"],
+) -> Float[Array, "R V"]:
+    """Return the probability of each token relative to the likeliest one, 0 if it is excluded.
+
+    Temperature, min_p, top_k and top_p are applied.
+
+    Args:
+        logits: the logits of each row, -inf for excluded tokens.
+        highest: each row's greatest logit.
+        settings: the settings of each row, of which seed and position are not read.
+        warm: whether each row's temperature applies. Otherwise it has the effect of 1.
+    """
+    temperature, min_p, top_k, top_p, _, _ = settings
     divisor = jnp.where(warm, temperature, 1).astype(logits.dtype)
     # Subtract first: the quotient of a large logit and a small temperature may overflow, and is
     # rounded more coarsely than the difference.
@@ -164,9 +185,7 @@ def plain_draw(
     # The most likely token always stays, independent of the rounding of exp(0).
     likely = (probs >= min_p[:, None].astype(probs.dtype)) | (below == 0)
     probs = jnp.where(likely, probs, 0)
-    probs = _truncated(probs, _ordered_bits(logits), _ordered_bits(highest), top_k, top_p)
-    number = uniform(seed, position).astype(probs.dtype)
-    return jnp.where(warm, _draw(probs, number), greedy)
+    return _truncated(probs, _ordered_bits(logits), _ordered_bits(highest), top_k, top_p)
 
 
 def _sampled(

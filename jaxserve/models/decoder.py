@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.config.layers import ATTENTION
 from jaxserve.models.config.model_config import ModelConfig
+from jaxserve.models.config.rules import Scales
 from jaxserve.models.expert_places import place_tables
 from jaxserve.models.experts import CountedRows, SparseMLP
 from jaxserve.models.experts_beside import ExpertsBesideMLP
@@ -22,7 +23,7 @@ from jaxserve.models.layer_inputs import LayerInput, LayerInputs
 from jaxserve.models.layers import Embedding, Norm, Residual, build_mlp, norm_options
 from jaxserve.models.linear import MOST_ROWS_IN_PARTS, accumulator, constant
 from jaxserve.models.mixers import MIXERS, Kept, MixerInputs
-from jaxserve.models.paged import LayerPages, PagedStep, PageGroups
+from jaxserve.models.paged import LayerPages, LayersPages, PagedStep
 from jaxserve.models.rope import rope_cos_sin
 from jaxserve.models.rounding import rounded_once
 from pallas_kernels import add_norm_kernel
@@ -251,7 +252,8 @@ class Decoder(nnx.Module):
         tokens: Int32[Array, " T"],
         step: PagedStep,
         kept: Sequence[Kept],
-        groups: PageGroups | None = None,
+        groups: LayersPages | None = None,
+        on_layer: Callable[[Residual], None] = lambda _: None,
     ) -> tuple[list[Kept], UInt32[Array, "*places"] | None, Float[Array, "T D"]]:
         """Return each layer's pages and states after the step, counts of rows, and hidden states.
 
@@ -265,6 +267,7 @@ class Decoder(nnx.Module):
             kept: the cache pages and states of each layer.
             groups: the cache pages, if layers share them. `kept` then has states alone. The pages
                 after the step replace those in `groups`.
+            on_layer: called with the residual stream before the first layer and after each layer.
         """
         config = self.config
         places = place_tables(config)
@@ -281,6 +284,7 @@ class Decoder(nnx.Module):
         after: list[Kept] = []
         counts: list[UInt32[Array, "*places"]] = []
         residual = Residual(x)
+        on_layer(residual)
         for index, (layer, arrays) in enumerate(zip(self.layers, kept, strict=True)):
             with jax.named_scope(f"layer_{index}"):
                 layer_step = (
@@ -298,6 +302,7 @@ class Decoder(nnx.Module):
                     groups.put(index, arrays.pages)
             after.append(arrays)
             counts += jax.tree.leaves(rows)
+            on_layer(residual)
         hidden = residual.normed(self.norm, self.norm.options, step.others)[1]
         if places is not None:
             return after, jnp.stack(counts), hidden
@@ -326,11 +331,15 @@ class Decoder(nnx.Module):
             num_rows: number of real rows, by default all. The logits of later rows are undefined.
         """
         with jax.named_scope("logits"):
-            logits, scales = self.embedding.logits(hidden, num_rows), self.config.scales
-            if scales.logit_divisor != 1.0:
-                logits = logits / scales.logit_divisor
-            if scales.logit_factor != 1.0:
-                logits = logits * scales.logit_factor
-            if scales.logit_cap is not None:
-                logits = jnp.tanh(logits / scales.logit_cap) * scales.logit_cap
-            return logits
+            return scaled_logits(self.embedding.logits(hidden, num_rows), self.config.scales)
+
+
+def scaled_logits(logits: Float[Array, "R V"], scales: Scales) -> Float[Array, "R V"]:
+    """Apply a model's factors and cap of the logits to the results of its output projection."""
+    if scales.logit_divisor != 1.0:
+        logits = logits / scales.logit_divisor
+    if scales.logit_factor != 1.0:
+        logits = logits * scales.logit_factor
+    if scales.logit_cap is not None:
+        logits = jnp.tanh(logits / scales.logit_cap) * scales.logit_cap
+    return logits

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import jax
 from flax import nnx
@@ -92,6 +92,18 @@ class GroupCells(NamedTuple):
 
     page_table: Int32[Array, "R M"]
     slot_mapping: Int32[Array, " T"]
+
+
+class LayersPages(Protocol):
+    """The cache pages of all layers, of which a layer may read those of another."""
+
+    def of_layer(self, layer: int, step: PagedStep) -> tuple[LayerPages | tuple[()], PagedStep]:
+        """Return the pages of a layer after the layers before it, and the step with its cells."""
+        ...
+
+    def put(self, layer: int, pages: LayerPages) -> None:
+        """Replace the pages of a layer by pages with the keys and values of the step."""
+        ...
 
 
 class PageGroups:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxserve.models.paged import LogicalAxes
 from pallas_kernels import (
     block_product,
+    laid_out_product,
     output_major_matmul,
     panel_product,
     quantized_grouped_matmul,
@@ -27,7 +28,7 @@ from pallas_kernels import (
     quantized_panel_product,
 )
 from pallas_kernels.cpu import block_numbers, blocks
-from pallas_kernels.cpu.panels import columns
+from pallas_kernels.cpu.panels import columns, panels_of
 from pallas_kernels.quantized_codes import codes_a_row
 from pallas_kernels.quantized_matmul import IMPLEMENTATIONS as QUANTIZED_IMPLEMENTATIONS
 
@@ -71,7 +72,9 @@ EXPERTS: frozenset[LogicalAxes] = frozenset(
 FULL = "full"
 """The form of matrices that are not quantized."""
 
-Layout = Literal["input_major", "output_major", "panels", "code_panels", "block_panels"]
+Layout = Literal[
+    "input_major", "output_major", "panels", "later_panels", "code_panels", "block_panels"
+]
 
 
 @jax.tree_util.register_dataclass
@@ -83,6 +86,7 @@ class PlacedWeight:
 
     - "input_major": codes of `pallas_kernels.quantized_matmul` and `quantized_grouped_matmul`.
     - "output_major": the same codes transposed, for GPUs before Ampere.
+    - "later_panels": numbers [I, O], which each product puts in panels. It can be differentiated.
     - "panels", "code_panels", "block_panels": numbers, codes or GGUF blocks for CPU products, in
       panels of a few output columns (`pallas_kernels.cpu`).
 
@@ -138,6 +142,12 @@ class PlacedWeight:
         width, groups = codes_a_row(self.form), self.scales.shape[-2]
         return self.values.shape[-2] * width // groups if groups > 1 else width
 
+    def laid_out(self) -> PlacedWeight:
+        """Return the weight in "panels" if its layout is "later_panels", else the weight itself."""
+        if self.layout != "later_panels":
+            return self
+        return replace(self, values=panels_of(self.values), layout="panels")
+
     def dot(self, x: Float[Array, "T I"]) -> Float[Array, " T *outputs"]:
         """Return the product of x [T, I] and the weight, [T, outputs...], in at least float32.
 
@@ -179,6 +189,8 @@ class PlacedWeight:
         Indices are clamped. The layout must be panels of numbers or of GGUF blocks.
         """
         ids = jnp.clip(outputs, 0, prod(self.outputs) - 1)
+        if self.layout == "later_panels":
+            return jnp.take(self.values, ids, axis=1).T
         if self.layout == "block_panels":
             return block_numbers.columns(self.values, ids, self.form).astype(self.dtype)
         return columns(self.values, ids, self.inputs, self.dtype)
@@ -192,7 +204,7 @@ class PlacedWeight:
 
     @property
     def _stored_inputs(self) -> int:
-        if self.layout == "panels":
+        if self.layout in ("panels", "later_panels"):
             return self.inputs
         if self.layout == "block_panels":
             return self.values.shape[-2] * blocks.FORMATS[self.form].size
@@ -221,6 +233,10 @@ def _panels(weight: PlacedWeight, x: Array) -> Array:
     return panel_product(x, weight.values, weight.dtype, weight.num_rows)
 
 
+def _later_panels(weight: PlacedWeight, x: Array) -> Array:
+    return laid_out_product(x, weight.values, weight.num_rows)
+
+
 def _code_panels(weight: PlacedWeight, x: Array) -> Array:
     assert weight.scales is not None
     return quantized_panel_product(
@@ -243,6 +259,7 @@ _PRODUCTS: Mapping[Layout, Callable[[PlacedWeight, Any], Any]] = MappingProxyTyp
         "input_major": _input_major,
         "output_major": _output_major,
         "panels": _panels,
+        "later_panels": _later_panels,
         "code_panels": _code_panels,
         "block_panels": _block_panels,
     }

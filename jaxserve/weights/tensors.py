@@ -50,8 +50,12 @@ class StoredTensors:
         return self.split.table
 
 
-def open_tensors(source: str | Path | GgufFile, config: ModelConfig) -> StoredTensors:
+def open_tensors(source: str | Path | GgufFile | Checkpoint, config: ModelConfig) -> StoredTensors:
     """Return the tensors of a checkpoint, checked by their headers against the configuration.
+
+    Args:
+        source: a folder, a GGUF file, or tensors under the names of a checkpoint's files.
+        config: configuration that the tensors must match.
 
     Raises:
         CheckpointError: files are missing, malformed or unsafe, or hold other tensors than `config`
@@ -157,13 +161,13 @@ def _is_of_head(name: str) -> bool:
     return name.endswith(".self_attn.k_b_proj.0.weight")
 
 
-def _open(directory: str | Path, config: ModelConfig) -> Checkpoint:
-    """Return a folder's checkpoint with its tensors under the names of the model's table.
+def _open(directory: str | Path | Checkpoint, config: ModelConfig) -> Checkpoint:
+    """Return a checkpoint, perhaps of a folder, with its tensors under the model's names.
 
     Tensors that the checkpoint's index does not list, and parts of a multimodal model other than
     its text model, are left out with a warning.
     """
-    opened = open_checkpoint(directory)
+    opened = directory if isinstance(directory, Checkpoint) else open_checkpoint(directory)
     if opened.ignored:
         _log.warning(
             "%s: %d tensor(s) or files beside those of %s are ignored: %s",

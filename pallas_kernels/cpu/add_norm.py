@@ -142,6 +142,7 @@ def add_norm(
         registered(kernel),
         [shape] * (kernel.adds + kernel.norms),
         input_output_aliases={nth: nth for nth in range(count)},
+        vmap_method="sequential",
     )(*arrays)
     total = results[0] if kernel.adds else x
     return total, results[-1] if kernel.norms else total

@@ -63,6 +63,7 @@ def attend(
         registered(kernel),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         input_output_aliases={len(operands) - 1: 0} if among else {},
+        vmap_method="sequential",
     )(*operands)
 
 

@@ -141,7 +141,7 @@ def causal_conv(
     biases = [] if bias is None else [bias.astype(x.dtype)]
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, states)]
     operands = x, states, weight.astype(x.dtype), *biases, *rows[:ROWS]
-    y, states = jax.ffi.ffi_call(registered(kernel), results, input_output_aliases={1: 1})(
-        *operands
-    )
+    y, states = jax.ffi.ffi_call(
+        registered(kernel), results, input_output_aliases={1: 1}, vmap_method="sequential"
+    )(*operands)
     return y, states

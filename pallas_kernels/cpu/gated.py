@@ -107,4 +107,4 @@ def gated(x: jax.Array, activation: Activation, dtype: jnp.dtype) -> jax.Array:
     """
     kernel = Gated(np.dtype(x.dtype).name, activation, dtype.name)
     shape = jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), dtype)
-    return jax.ffi.ffi_call(registered(kernel), shape)(x)
+    return jax.ffi.ffi_call(registered(kernel), shape, vmap_method="sequential")(x)

@@ -121,6 +121,7 @@ def latent_attention(arrays: AttentionArrays, options: LatentOptions, one_query:
     out = jax.ffi.ffi_call(
         registered(kernel),
         jax.ShapeDtypeStruct((T, N // group, group, options.rank), q.dtype),
+        vmap_method="sequential",
     )(
         q.reshape(T, N // group, group, C),
         pages,

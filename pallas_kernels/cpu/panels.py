@@ -54,6 +54,38 @@ def in_panels(weight: np.ndarray, panels: np.ndarray | None = None) -> np.ndarra
     return panels
 
 
+def panels_of(weights: jax.Array) -> jax.Array:
+    """Return weights [..., I, O] in panels (see `panel_shape`), in plain JAX.
+
+    The result has the bits of `in_panels`.
+    """
+    *many, inputs, outputs = weights.shape
+    paired = in_pairs(weights.dtype.name)
+    odd, beyond = inputs % 2 if paired else 0, -outputs % PANEL
+    pad = *((0, 0) for _ in many), (0, odd), (0, beyond)
+    weights = jnp.pad(weights, pad) if odd or beyond else weights
+    if weights.dtype.itemsize == 2:
+        weights = jax.lax.bitcast_convert_type(weights, jnp.uint16)
+    weights = weights.reshape(*many, inputs + odd, -1, PANEL).swapaxes(-2, -3)
+    if not paired:
+        return weights
+    pairs = weights.reshape(*weights.shape[:-2], -1, 2, PANEL).astype(jnp.uint32)
+    return pairs[..., 0, :] | pairs[..., 1, :] << 16
+
+
+def weight_of(panels: jax.Array, inputs: int, outputs: int, dtype: str) -> jax.Array:
+    """Return weights [..., I, O] of `dtype` from panels (see `panel_shape`), in plain JAX."""
+    if in_pairs(dtype):
+        halves = jnp.stack([panels & 0xFFFF, panels >> 16], axis=-2).astype(jnp.uint16)
+        panels = halves.reshape(*panels.shape[:-2], -1, PANEL)
+    rows = panels.swapaxes(-2, -3)
+    weights = rows.reshape(*rows.shape[:-2], -1)[..., :inputs, :outputs]
+    target = jnp.dtype(dtype)
+    if weights.dtype == target:
+        return weights
+    return jax.lax.bitcast_convert_type(weights, target)
+
+
 def _fill(panels: np.ndarray, weight: np.ndarray) -> None:
     inputs, outputs = weight.shape
     whole = outputs // PANEL

@@ -58,7 +58,9 @@ from pallas_kernels.cpu.panel_tiles import (
     place_in_panels,
     row_tiles,
 )
-from pallas_kernels.cpu.panels import PANEL, in_pairs
+from pallas_kernels.cpu.panels import PANEL, in_pairs, panels_of
+from pallas_kernels.gradients import varying_as
+from pallas_kernels.grouped_gradient import grouped_gradient
 
 ROWS_TO_PREFETCH = 6  # from this many rows on, the processor does not prefetch by itself
 AHEAD = 64  # distance of prefetches, in inputs or pairs of inputs
@@ -290,4 +292,42 @@ def run(
     if in_pairs(kernel.weights) and x.shape[1] % 2:
         x = jnp.pad(x, ((0, 0), (0, 1)))
     shape = jax.ShapeDtypeStruct((x.shape[0], panels.shape[1] * PANEL), kernel.dtype)
-    return jax.ffi.ffi_call(name, shape)(x, panels, counts)
+    return jax.ffi.ffi_call(name, shape, vmap_method="sequential")(x, panels, counts)
+
+
+def laid_out_product(x: jax.Array, w: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+    """Multiply x by a weight in the order of the model, a product that can be differentiated.
+
+    The forward pass puts the weight in panels, so its results have the bits of `panel_product`. The
+    backward pass multiplies in plain JAX.
+
+    Args:
+        x: [T,I], any float.
+        w: [I,O], or [E,I,O] with a weight for each group of rows.
+        num_rows: as in ``panel_product``.
+
+    Returns:
+        [T,O]. Its dtype is that of x, or float32 if x is narrower.
+    """
+    return _laid_out_product(x, w, num_rows)
+
+
+def _forward(x: jax.Array, w: jax.Array, num_rows: jax.Array | None) -> jax.Array:
+    y = panel_product(x, panels_of(w), w.dtype.name, num_rows)
+    return varying_as(y[:, : w.shape[-1]], x, w, num_rows)
+
+
+def _backward(operands: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, w, num_rows = operands
+    if w.ndim == 3:
+        return *grouped_gradient(x, w, num_rows, g), None
+    if num_rows is not None:
+        g = jnp.where((jnp.arange(len(g)) < num_rows)[:, None], g, 0)
+    exact = g.dtype
+    dx = jax.lax.dot_general(g, w.astype(exact), (((1,), (1,)), ((), ())))
+    dw = jax.lax.dot_general(x.astype(exact), g, (((0,), (0,)), ((), ())))
+    return dx.astype(x.dtype), dw.astype(w.dtype), None
+
+
+_laid_out_product = jax.custom_vjp(_forward)
+_laid_out_product.defvjp(lambda *operands: (_forward(*operands), operands), _backward)

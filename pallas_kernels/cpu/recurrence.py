@@ -333,9 +333,9 @@ def recurrence(
         jax.ShapeDtypeStruct(states.shape, states.dtype),
     ]
     gates, *more_gates = gates if isinstance(gates, ChannelGates) else (gates,)
-    y, states = jax.ffi.ffi_call(registered(kernel), results, input_output_aliases={2: 1})(
-        mixed, gates, states, constants, *rows[:ROWS], *more_gates
-    )
+    y, states = jax.ffi.ffi_call(
+        registered(kernel), results, input_output_aliases={2: 1}, vmap_method="sequential"
+    )(mixed, gates, states, constants, *rows[:ROWS], *more_gates)
     return y, states
 
 

@@ -244,5 +244,6 @@ def rope_kv_write(
         registered(kernel),
         [jax.ShapeDtypeStruct((tokens, heads, count - 2, width), dtype), *pages],
         input_output_aliases={K_PAGES: 1, V_PAGES: 2},
+        vmap_method="sequential",
     )(*operands)
     return query.reshape(tokens, -1, width), keys, values, jnp.zeros(ARRIVALS, jnp.int32)

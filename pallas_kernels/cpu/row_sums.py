@@ -261,7 +261,9 @@ def row_sums(x: jax.Array, term: Summed = "numbers") -> jax.Array:
     kernel = RowSums(np.dtype(x.dtype).name, term)
     rows = x.reshape(-1, x.shape[-1])
     shape = jax.ShapeDtypeStruct(rows.shape[:1], kernel.sums)
-    return jax.ffi.ffi_call(registered(kernel), shape)(rows).reshape(x.shape[:-1])
+    return jax.ffi.ffi_call(registered(kernel), shape, vmap_method="sequential")(rows).reshape(
+        x.shape[:-1]
+    )
 
 
 def row_shares(x: jax.Array, shared: Shared) -> jax.Array:
@@ -272,4 +274,6 @@ def row_shares(x: jax.Array, shared: Shared) -> jax.Array:
     kernel = RowShares(np.dtype(x.dtype).name, shared)
     rows = x.reshape(-1, x.shape[-1])
     shape = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
-    return jax.ffi.ffi_call(registered(kernel), shape)(rows).reshape(x.shape)
+    return jax.ffi.ffi_call(registered(kernel), shape, vmap_method="sequential")(rows).reshape(
+        x.shape
+    )

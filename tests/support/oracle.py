@@ -61,9 +61,14 @@ class Oracle:
         caches = {"fp8": _through_fp8, "int8_per_token_head": _through_int8}
         self._through_cache = caches.get(kv_cache_dtype, lambda x: x)
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-        self._weights = w = {
+        weights = {
             ".".join(map(str, path)): np.asarray(leaf[...], np.float64) for path, leaf in flat
         }
+        self.set_weights(config, weights)
+
+    def set_weights(self, config: ModelConfig, weights: dict[str, Array]) -> None:
+        """Set the configuration and the parameters by path."""
+        self._weights = w = weights
         self._config = config
         self._traits = ARCHITECTURES[config.architecture].traits_of(config)
         starts = [f"layers.{index}." for index in range(config.num_hidden_layers)]
@@ -79,11 +84,12 @@ class Oracle:
         One pass over a sequence gives the logits after each of its beginnings too.
         """
         if tokens not in self._logits:
-            for count, logits in enumerate(self._forward(np.array(tokens)), 1):
+            for count, logits in enumerate(self.forward(np.array(tokens)), 1):
                 self._logits.setdefault(tokens[:count], logits)
         return self._logits[tokens]
 
-    def _forward(self, tokens: Array) -> Array:
+    def forward(self, tokens: Array) -> Array:
+        """Return the logits after each token, float64[T, V]."""
         w, config = self._weights, self._config
         project = w["embedding.project"]
         x = w["embedding.table"][tokens] if "embedding.table" in w else project[:, tokens].T
@@ -94,6 +100,10 @@ class Oracle:
         after, inputs = config.out_norm_eps, self._layer_inputs(tokens, x)
         self._kept: dict[int, tuple[Array, Array]] = {}
         for index, layer in enumerate(self._layers):
+            if self._traits.parallel:
+                normed = self._normed(x, layer, "attention_norm")
+                x = x + self._mixed(index, layer, normed) + self._mlp(normed, layer, x)
+                continue
             if config.mixers_of(index):
                 normed = self._normed(x, layer, "attention_norm")
                 y = self._mixed(index, layer, normed)
@@ -144,7 +154,7 @@ class Oracle:
             results.append(after * self._attention(before * x, layer, *turns, window, source))
             if source == index:
                 self._kept[index] = self._last
-        return np.sum(results, axis=0)
+        return sum(results[1:], results[0])
 
     def _mlp(self, x: Array, layer: dict[str, Array], stream: Array) -> Array:
         soft = self._traits.activation == "gelu_tanh"
@@ -165,7 +175,7 @@ class Oracle:
         return routed + shared
 
     def _experts(self, x: Array, layer: dict[str, Array], stream: Array | None = None) -> Array:
-        """Apply the experts of Qwen3, DeepSeek-V3 or Gemma 4, one token and one expert at a time.
+        """Apply the experts of Qwen3, DeepSeek-V3 or Gemma 4, all experts one by one.
 
         `stream` is the input of a router with a norm of its own.
         """
@@ -184,27 +194,41 @@ class Oracle:
         else:
             shares = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
             ranks = shares + layer.get("mlp.correction", 0)
+        if self._traits.router == "chosen":
+            scores = ranks = scores + layer["mlp.router_bias"]
+            shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         inputs = x @ layer["mlp.before"] if "mlp.before" in layer else x
+        chosen = np.argsort(-ranks, axis=-1)[:, : experts.chosen]
+        is_chosen = (chosen[:, :, None] == np.arange(experts.count)).any(axis=1)
+        shares = np.where(is_chosen, shares, 0)
+        is_shared_out = experts.normalize or self._traits.router == "chosen"
+        total = shares.sum(axis=-1, keepdims=True) if is_shared_out else 1.0
+        if experts.normalize and self._traits.router == "sigmoid":
+            total = total + experts.sum_eps
+        weights = experts.scaling * factors * shares / total
         mixed = np.zeros_like(inputs)
-        for token, share in enumerate(shares):
-            chosen = np.argsort(-ranks[token])[: experts.chosen]
-            total = share[chosen].sum() if experts.normalize else 1.0
-            if experts.normalize and self._traits.router == "sigmoid":
-                total += experts.sum_eps
-            for one in chosen:
-                row = inputs[token : token + 1]
-                if "mlp.up" in layer:
-                    y = np.maximum(row @ layer["mlp.up"][one], 0) ** 2 @ layer["mlp.down"][one]
-                else:
-                    matrices = layer["mlp.gate_up"][one], layer["mlp.down"][one]
-                    y = _gated(row, *matrices, soft=self._traits.activation == "gelu_tanh")
-                mixed[token] += experts.scaling * factors[one] * share[one] / total * y[0]
+        for one in range(experts.count):
+            if "mlp.up" in layer:
+                y = np.maximum(inputs @ layer["mlp.up"][one], 0) ** 2 @ layer["mlp.down"][one]
+            elif self._traits.router == "chosen":
+                both = np.tensordot(inputs, layer["mlp.gate_up"][one], 1)
+                both = both + layer["mlp.gate_up_bias"][one]
+                gate = np.minimum(both[:, 0], experts.limit)
+                up = np.clip(both[:, 1], -experts.limit, experts.limit) + 1
+                y = (gate * up / (1 + np.exp(-experts.alpha * gate))) @ layer["mlp.down"][one]
+                y = y + layer["mlp.down_bias"][one]
+            else:
+                matrices = layer["mlp.gate_up"][one], layer["mlp.down"][one]
+                y = _gated(inputs, *matrices, soft=self._traits.activation == "gelu_tanh")
+            mixed = mixed + weights[:, one, None] * y
         return mixed @ layer["mlp.after"] if "mlp.after" in layer else mixed
 
     def _norm(
         self, x: Array, scale: Array, eps: float | None = None, offset: float | None = None
     ) -> Array:
         """Return the norm of x. The model's epsilon and offset are the defaults."""
+        if self._traits.norm_centered:
+            x = x - np.mean(x, axis=tuple(range(-scale.ndim, 0)), keepdims=True)
         mean = np.mean(x * x, axis=tuple(range(-scale.ndim, 0)), keepdims=True)
         offset = self._traits.norm_offset if offset is None else offset
         return x / np.sqrt(mean + (eps or self._config.rms_norm_eps)) * (scale + offset)
@@ -267,7 +291,9 @@ class Oracle:
             query, key = self._heads_normed(query, key, layer)
         if self._traits.interleaved:
             size = 2 * cos.shape[-1]
-            order = [*range(0, size, 2), *range(1, size, 2), *range(size, query.shape[-1])]
+            order = np.array(
+                [*range(0, size, 2), *range(1, size, 2), *range(size, query.shape[-1])]
+            )
             query, key = query[..., order], key[..., order]
         query = _rotated(query, cos[:, None, None], sin[:, None, None])
         key = _rotated(key, cos[:, None], sin[:, None])
@@ -291,6 +317,8 @@ class Oracle:
         key, value = key.transpose(1, 0, 2)[:, None], value.transpose(1, 0, 2)[:, None]
         scale = self._config.scales.attention or self._config.head_dim**-0.5
         scores = scale * (query @ key.swapaxes(-1, -2))
+        if (cap := self._config.scales.attention_cap) is not None:
+            scores = cap * np.tanh(scores / cap)
         seen = np.tri(scores.shape[-1], dtype=bool)
         if window is not None:
             seen &= ~np.tri(len(seen), k=-window, dtype=bool)
@@ -445,8 +473,7 @@ def _within_groups(ranks: Array, experts: Experts) -> Array:
     groups = ranks.reshape(len(ranks), experts.groups, -1)
     best = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
     kept = np.argsort(-best, axis=-1)[:, : experts.kept_groups]
-    is_kept = np.zeros(best.shape, bool)
-    np.put_along_axis(is_kept, kept, True, axis=1)
+    is_kept = (kept[:, :, None] == np.arange(experts.groups)).any(axis=1)
     return np.where(is_kept[..., None], groups, -np.inf).reshape(ranks.shape)
 
 
