@@ -79,13 +79,14 @@ def on_host(values: Any) -> np.ndarray:
     return whole
 
 
-def checkpoint_of(params: Any, is_part: bool = False) -> Checkpoint:
+def checkpoint_of(params: Any, is_part: bool = False, traced: bool = False) -> Checkpoint:
     """Return arrays as a checkpoint. No values are read.
 
     Args:
-        is_part: whether tensors of the model may be missing.
         params: a mapping of names to arrays of NumPy or JAX, or an `nnx.State`, whose names are the
             paths of its parameters. Or an opened checkpoint, all of whose tensors must be used.
+        is_part: whether tensors of the model may be missing.
+        traced: whether JAX may trace the arrays.
 
     Raises:
         CheckpointError: a name is no text, or a value is no array, has an unknown dtype, was
@@ -99,7 +100,7 @@ def checkpoint_of(params: Any, is_part: bool = False) -> Checkpoint:
             f"{NAME} is a {type(params).__name__}; allowed: a mapping of names to arrays, or the "
             "state of a Decoder"
         )
-    tensors = {str(name): _entry(name, params[name]) for name in params}
+    tensors = {str(name): _entry(name, params[name], traced) for name in params}
     return Checkpoint(Path(NAME), tensors, whole=True, is_part=is_part)
 
 
@@ -114,7 +115,7 @@ def parameters_of_state(state: nnx.State) -> dict[str, Any]:
     }
 
 
-def _entry(name: Any, values: Any) -> ArrayEntry:
+def _entry(name: Any, values: Any, traced: bool) -> ArrayEntry:
     where = f"{NAME}: tensor {str(name)[:200]!r}"
     if not isinstance(name, str):
         raise CheckpointError(f"{where}: its name is a {type(name).__name__}; allowed: text")
@@ -125,11 +126,16 @@ def _entry(name: Any, values: Any) -> ArrayEntry:
     if values.dtype not in DTYPES.values():
         allowed = ", ".join(str(dtype) for dtype in DTYPES.values())
         raise CheckpointError(f"{where} has the dtype {values.dtype}; allowed: {allowed}")
-    if isinstance(values, Tracer):
-        raise CheckpointError(f"{where} is traced; allowed: an array with values, outside of jit")
-    if isinstance(values, jax.Array) and values.is_deleted():
-        raise CheckpointError(f"{where} was deleted; allowed: an array that was not donated")
-    if isinstance(values, jax.Array) and not values.is_fully_addressable:
-        raise CheckpointError(f"{where} is on devices of several processes; allowed: of this one")
+    if isinstance(values, jax.Array) and not (traced and isinstance(values, Tracer)):
+        _check_readable(values, where)
     dtype, shape = np.dtype(values.dtype), tuple(values.shape)
     return ArrayEntry(name, _SHARD, dtype, shape, 0, values.size * dtype.itemsize, values)
+
+
+def _check_readable(values: jax.Array, where: str) -> None:
+    if isinstance(values, Tracer):
+        raise CheckpointError(f"{where} is traced; allowed: an array with values, outside of jit")
+    if values.is_deleted():
+        raise CheckpointError(f"{where} was deleted; allowed: an array that was not donated")
+    if not values.is_fully_addressable:
+        raise CheckpointError(f"{where} is on devices of several processes; allowed: of this one")

@@ -67,7 +67,9 @@ def open_tensors(source: str | Path | GgufFile | Checkpoint, config: ModelConfig
     return _matched(_open(source, config), config)
 
 
-def open_arrays(params: Any, config: ModelConfig, is_part: bool = False) -> StoredTensors:
+def open_arrays(
+    params: Any, config: ModelConfig, is_part: bool = False, traced: bool = False
+) -> StoredTensors:
     """Return arrays in memory as the tensors of a checkpoint, checked against the configuration.
 
     Args:
@@ -75,12 +77,13 @@ def open_arrays(params: Any, config: ModelConfig, is_part: bool = False) -> Stor
             opened checkpoint, which is read in place of arrays.
         config: the configuration.
         is_part: whether arrays may be missing. The result has only the given ones.
+        traced: whether JAX may trace the arrays.
 
     Raises:
         CheckpointError: an array is unusable (see `checkpoint_of`), or there are other arrays than
             `config` implies.
     """
-    opened = checkpoint_of(params, is_part)
+    opened = checkpoint_of(params, is_part, traced)
     if isinstance(params, nnx.State):
         table, dims = _table_of_state(config)
         stored = SplitCheckpoint(opened, table, [], {}, {})

@@ -8,10 +8,9 @@ the bits that `load_weights` reads from files of the same numbers, and can be di
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,33 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, ModelConfig, abstract_model
 from jaxserve.models.placed_weight import FULL, PlacedWeight
 from jaxserve.models.weight_table import Index
-from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.fused_parameters import by_path
 from jaxserve.weights.layouts import PLACED, number_panels, panel_axes
+from jaxserve.weights.memory import ArrayEntry, parameters_of_state
 from jaxserve.weights.model_weights import filled, parameters_of
 from jaxserve.weights.placement import Parameters
-from jaxserve.weights.safetensors import DTYPES, FLOATS, Shard, TensorEntry
-from jaxserve.weights.tensors import open_tensors
+from jaxserve.weights.tensors import open_arrays
 from pallas_kernels.cpu.panels import panels_of, weight_of
 
 Params = Mapping[str, Any]
 # The start and the size along every dimension of a part of a parameter, and the values of the part.
 _Piece = tuple[tuple[tuple[int, int], ...], jax.Array]
-_WHERE = Shard(Path("params"), (0, 0, 0, 0))
-
-
-@dataclass(frozen=True, eq=False)
-class _ArrayEntry(TensorEntry):
-    """The description of an array in memory, as that of a tensor in a file, and the array."""
-
-    array: Any
 
 
 def leaves_of(
@@ -111,11 +100,11 @@ def values_of(
     """
     if isinstance(params, nnx.State):
         return _of_state(params, parameters)
-    stored = open_tensors(Checkpoint(_WHERE.path, _entries(params)), config)
-    plain = {name: e for name, e in stored.entries.items() if isinstance(e, _ArrayEntry)}
+    stored = open_arrays(params, config, traced=True)
+    plain = {name: e for name, e in stored.entries.items() if isinstance(e, ArrayEntry)}
     for name in (*stored.split.packed, *(stored.entries.keys() - plain.keys())):
         raise UnsupportedModel(f"params: {name!r} is quantized; allowed: arrays of floats")
-    tensors = {name: _replicated(entry.array) for name, entry in plain.items()}
+    tensors = {name: _replicated(entry.values) for name, entry in plain.items()}
     values: dict[str, jax.Array] = {}
     for path, parts in by_path(stored.table).items():
         parameter = parameters[path]
@@ -161,10 +150,7 @@ def _of_state(state: nnx.State, parameters: Parameters) -> dict[str, jax.Array]:
         CheckpointError: the state is not that of the model.
         UnsupportedModel: a parameter is quantized.
     """
-    leaves = tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    given: dict[str, Any] = {
-        keystr(path, simple=True, separator="."): variable.get_value() for path, variable in leaves
-    }
+    given = parameters_of_state(state)
     if given.keys() != parameters.keys():
         names = sorted(given.keys() ^ parameters.keys())
         raise CheckpointError(f"params: {names[0]} is either missing or not in the model")
@@ -189,26 +175,6 @@ def _plain(path: str, value: Any, parameter: nnx.Param[jax.Array]) -> jax.Array:
     if parameter.get_metadata()["axes"] == ("vocab", "embed"):  # a table, whose rows are outputs
         matrices = matrices.swapaxes(-1, -2)
     return matrices.reshape(parameter.shape)
-
-
-def _entries(params: Params) -> dict[str, TensorEntry]:
-    """Return the descriptions of named arrays, as those of the tensors of a file.
-
-    Raises:
-        CheckpointError: a value is not an array of a dtype that checkpoints have.
-    """
-    entries: dict[str, TensorEntry] = {}
-    for name, value in params.items():
-        array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
-        dtype = np.dtype(array.dtype)
-        if dtype not in DTYPES.values():
-            allowed = ", ".join(sorted(FLOATS))
-            raise CheckpointError(f"params: {name!r} has dtype {dtype}; allowed: {allowed}")
-        shape = tuple(array.shape)
-        entries[name] = _ArrayEntry(
-            name, _WHERE, dtype, shape, 0, prod(shape) * dtype.itemsize, array
-        )
-    return entries
 
 
 def _replicated(array: Any) -> jax.Array:
