@@ -360,6 +360,8 @@ def flat_ranges(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return all pairs (slots[i], n) with first[i] <= n < last[i], in order of i, as two arrays."""
     counts = last - first
+    if not np.count_nonzero(counts - 1):  # usual for decodes, and faster
+        return slots, first
     owner = slots.repeat(counts)
     return owner, np.arange(len(owner)) + (last - counts.cumsum()).repeat(counts)
 

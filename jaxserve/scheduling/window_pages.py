@@ -116,12 +116,11 @@ class WindowPages:
             if not len(rows):
                 continue
             blocks, owner, nth = self._slots.drop_pages(slots[rows], outside[rows], kind)
-            if len(self._slots.kinds) == 1:
-                self._pool.give_up(blocks, is_spare=False)
-                continue
-            is_end = self._ends_prefix(owner, nth, kind)
-            self._pool.give_up(blocks[is_end], is_spare=False)
-            self._pool.give_up(blocks[~is_end], is_spare=True)
+            has_others = len(self._slots.kinds) > 1
+            if has_others and np.count_nonzero(is_end := self._ends_prefix(owner, nth, kind)):
+                self._pool.give_up(blocks[is_end], is_spare=False)
+                blocks = blocks[~is_end]
+            self._pool.give_up(blocks, is_spare=has_others)
 
     def _ends_prefix(self, slots: np.ndarray, nth: np.ndarray, kind: int) -> np.ndarray:
         """Return bool[n]: whether blocks are at most two windows before a branch point.
