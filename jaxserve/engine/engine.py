@@ -234,7 +234,8 @@ class Engine:
             for live in self._delivery.all():
                 self._delivery.end(live, FinishReason.ABORT)
         self._drain()
-        self.paused = "wait" if mode == "wait" and not self.is_asleep else "keep"
+        can_compute = not self.is_asleep and self.runner.leaves
+        self.paused = "wait" if mode == "wait" and can_compute else "keep"
         if self.paused == "wait":
             self.scheduler.waiting.hold(lambda waiting: waiting.num_cached < 0)
 
@@ -242,10 +243,12 @@ class Engine:
         """Continue after `pause_all`.
 
         Raises:
-            EngineAsleep: the engine sleeps.
+            EngineAsleep: the engine sleeps, or has had no weights since it slept.
         """
         if self.is_asleep:
             raise EngineAsleep("the engine sleeps; it serves again after wake_up")
+        if not self.runner.leaves:
+            raise EngineAsleep("the engine dropped its weights; it serves after update_weights")
         self.paused = None
         self.scheduler.waiting.release()
 

@@ -266,6 +266,25 @@ def test_sleep(llm: LLM, level: int, answers: dict[str, list[list[int]]]) -> Non
     llm.check()
 
 
+def test_an_engine_without_weights_computes_nothing(
+    llm: LLM, answers: dict[str, list[list[int]]]
+) -> None:
+    llm.pause()
+    llm.enqueue(PROMPTS, GREEDY)
+    llm.sleep(2, "keep")
+    llm.wake_up()
+    with pytest.raises(EngineAsleep, match="dropped its weights"):
+        llm.resume()
+    llm.pause("wait")
+    part = {name: FIRST[name] for name in FIRST if "q_proj.weight" in name}
+    with pytest.raises(InvalidRequest, match=r"q_proj.weight' is a part of 'layers.0.*together"):
+        llm.update_weights(part, finish=False)
+    llm.update_weights(FIRST)
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == answers["first"]
+    assert llm.stats().num_failed_steps == 0
+
+
 def test_old_weights_are_freed(llm: LLM) -> None:
     old = [weakref.ref(leaf) for leaf in llm._thread.engine.runner.leaves]
     gc.disable()  # no reference cycle holds them
