@@ -341,3 +341,31 @@ def test_async_engine(answers: dict[str, list[list[int]]]) -> None:
             assert names["jaxserve:weight_updates"].value == 1
 
     asyncio.run(run())
+
+
+def test_a_pause_takes_no_thread() -> None:
+    """Other work of the event loop's threads goes on while calls wait for requests to end."""
+    settings = SETTINGS | {"max_model_len": 4000, "num_gpu_blocks_override": 1100}
+    settings["allow_long_max_model_len"] = True
+
+    async def run() -> None:
+        async with AsyncLLM.from_params(FIRST, FIELDS, **settings) as llm:
+
+            async def answer() -> None:
+                long = SamplingParams(max_tokens=3000, ignore_eos=True)
+                async for _ in llm.generate({"prompt_token_ids": PROMPTS[0]}, long):
+                    started.set()
+
+            started = asyncio.Event()
+            answering = asyncio.create_task(answer())
+            await started.wait()
+            pauses = [asyncio.create_task(llm.pause("wait")) for _ in range(40)]
+            await asyncio.sleep(0)
+            await asyncio.to_thread(time.sleep, 0)
+            assert not any(pause.done() for pause in pauses)
+            await llm.resume()
+            await asyncio.gather(*pauses)
+            assert not answering.done()
+            answering.cancel()
+
+    asyncio.run(run())
