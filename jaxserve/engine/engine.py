@@ -262,7 +262,12 @@ class Engine:
             version: name of the weights.
             running: "recompute" computes the cache of running requests again, and keeps their
                 tokens. "keep" continues them on their cache. "abort" aborts all requests.
+
+        Raises:
+            EngineAsleep: the engine sleeps. Its weights are unchanged.
         """
+        if self.is_asleep:
+            raise EngineAsleep("the engine sleeps; its weights can be updated after wake_up")
         self._drain()
         if running == "abort":
             for live in self._delivery.all():
@@ -282,9 +287,10 @@ class Engine:
         """Free the KV cache, and the weights as `Runner.sleep` does, until `wake_up`.
 
         The engine is paused. Tokens of unfinished requests are kept, and their cache is computed
-        again.
+        again. A sleeping engine is not changed.
         """
-        assert self.paused is not None and not self.is_asleep, "sleep of a running engine"
+        if self.is_asleep:
+            return
         self._drain()
         self.paused, self.is_asleep = "keep", True
         self.scheduler.preempt_all(lambda sequence: sequence.precedence)
@@ -292,7 +298,13 @@ class Engine:
         self.runner.sleep(level)
 
     def wake_up(self, leaves: list[Any] | None = None) -> None:
-        """Allocate the KV cache again, and continue. See `Runner.wake_up` for `leaves`."""
+        """Allocate the KV cache again, and continue. An engine that does not sleep is not changed.
+
+        Args:
+            leaves: see `Runner.wake_up`.
+        """
+        if not self.is_asleep:
+            return
         self.runner.wake_up(leaves)
         self.is_asleep = False
         if self.runner.leaves:  # otherwise `replace_weights` continues

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -36,6 +37,7 @@ class EngineOwner:
     ) -> None:
         self._thread = EngineThread(config, on_progress)
         self._updates = WeightUpdates(self._thread)
+        self._waking = threading.Lock()
         # The factory of requests. It is thread-safe.
         self.requests: RequestFactory = self._thread.engine.requests
 
@@ -123,13 +125,14 @@ class EngineOwner:
 
     def _wake_up(self) -> None:
         engine = self._thread.engine
-        if not engine.is_asleep:
-            return
-        source, plan, leaves = engine.loaded.source, engine.loaded.plan, None
-        assert source is not None and plan is not None
-        if not engine.runner.leaves and source.can_load:
-            leaves = place(source, plan).leaves
-        self._thread.call(partial(engine.wake_up, leaves))
+        with self._waking:  # a second call would place the weights twice
+            if not engine.is_asleep:
+                return
+            source, plan, leaves = engine.loaded.source, engine.loaded.plan, None
+            assert source is not None and plan is not None
+            if not engine.runner.leaves and source.can_load:
+                leaves = place(source, plan).leaves
+            self._thread.call(partial(engine.wake_up, leaves))
 
     def _request_of(
         self,

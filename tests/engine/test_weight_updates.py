@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -263,6 +264,24 @@ def test_sleep(llm: LLM, level: int, answers: dict[str, list[list[int]]]) -> Non
     for arguments, message in [((3,), "level is 3; allowed: 1, 2"), ((1, "off"), "mode is 'off'")]:
         with pytest.raises(InvalidRequest, match=message):
             llm.sleep(*arguments)
+    llm.check()
+
+
+def test_calls_at_the_same_time(llm: LLM, answers: dict[str, list[list[int]]]) -> None:
+    """Calls whose conditions another call has changed: each ends, and no request is lost."""
+    thread, sampling = llm._thread, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    llm.enqueue(PROMPTS, sampling)
+    while not llm.stats().generation_tokens:
+        pass
+    thread.call(thread.engine.wake_up)  # after the wake-up of another call
+    thread.call(partial(thread.engine.sleep, 1))  # after a resume during its pause
+    thread.call(partial(thread.engine.sleep, 2))  # after the sleep of another call
+    with pytest.raises(EngineAsleep):  # after an update has read its arrays
+        llm._updates.update(SECOND, "late")
+    llm.wake_up()
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.outputs[0].token_ids[:12] for output in outputs] == answers["first"]
+    assert llm.stats().num_failed_steps == 0 and llm.weights_version == "0"
     llm.check()
 
 
