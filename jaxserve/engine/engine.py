@@ -301,12 +301,15 @@ class Engine:
         """Allocate the KV cache again, and continue. An engine that does not sleep is not changed.
 
         Args:
-            leaves: see `Runner.wake_up`.
+            leaves: the weights of the model's files, whose version is "0", or None (see
+                `Runner.wake_up`).
         """
         if not self.is_asleep:
             return
         self.runner.wake_up(leaves)
         self.is_asleep = False
+        if leaves is not None:
+            self._delivery.weights_version = "0"
         if self.runner.leaves:  # otherwise `replace_weights` continues
             self.resume_all()
 

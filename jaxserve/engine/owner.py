@@ -70,7 +70,7 @@ class EngineOwner:
 
     @property
     def weights_version(self) -> str:
-        """The version of the weights: "0" at the start, then the one that an update names."""
+        """The version of the weights: "0" for those of the start, otherwise named by an update."""
         return self._thread.engine.weights_version
 
     @property

@@ -343,6 +343,17 @@ def test_sleep(updated: Server, level: int, mode: str) -> None:
     assert updated.request("/sleep?level=3", method="POST").error["param"] == "level"
 
 
+def test_weights_of_files_have_their_version_again(updated: Server) -> None:
+    before = tokens(updated)
+    good(updated, START)
+    good(updated, UPDATE, {"model_path": "second"})
+    good(updated, f"{FINISH}?version=new")
+    assert version(updated) == "new" and tokens(updated) != before
+    good(updated, "/sleep?level=2")
+    good(updated, "/wake_up")
+    assert version(updated) == "0" and tokens(updated) == before
+
+
 def test_a_batch_outlasts_a_pause_and_a_sleep(updated: Server) -> None:
     lines = [test_kept_files.line(str(n), "stone", max_tokens=20) for n in range(12)]
     with to(updated) as client:
