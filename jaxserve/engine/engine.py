@@ -273,7 +273,7 @@ class Engine:
             for live in self._delivery.all():
                 self._delivery.end(live, FinishReason.ABORT)
         elif running == "recompute":
-            self.scheduler.preempt_all(lambda sequence: sequence.precedence)
+            self._compute_anew()
         lacked = not self.runner.leaves
         self.runner.replace_leaves(leaves)
         waiting = self.scheduler.waiting
@@ -282,6 +282,13 @@ class Engine:
         self.num_weight_updates += 1
         if lacked:
             self.resume_all()
+
+    def _compute_anew(self) -> None:
+        """Preempt all sequences. Their cache and pending prompt logprobs are computed again."""
+        self.scheduler.preempt_all(lambda sequence: sequence.precedence)
+        for live in self._delivery.all():
+            if live.sequence.prompt_logprobs is not None:
+                live.sequence.prompt_logprobs.start_anew()
 
     def sleep(self, level: int) -> None:
         """Free the KV cache, and the weights as `Runner.sleep` does, until `wake_up`.
@@ -293,7 +300,7 @@ class Engine:
             return
         self._drain()
         self.paused, self.is_asleep = "keep", True
-        self.scheduler.preempt_all(lambda sequence: sequence.precedence)
+        self._compute_anew()
         self.pool.clear_cache()
         self.runner.sleep(level)
 

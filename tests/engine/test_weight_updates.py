@@ -162,6 +162,27 @@ def test_running_requests(llm: LLM, running: Any) -> None:
             assert [version for _, version in completion.weight_versions] in (["0", "b"], ["0"])
 
 
+def test_prompt_logprobs_are_of_the_weights_of_the_answer(llm: LLM) -> None:
+    """The first chunk of the prompt completes them, and the last one samples the first token."""
+    prompt, engine = list(range(2, 35)), llm._thread.engine
+    sampling = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0, ignore_eos=True)
+
+    def take_step() -> None:
+        engine.resume_all()
+        engine.step()
+        engine.pause_all("keep")
+
+    llm.pause()
+    llm.enqueue([prompt], sampling)
+    llm._thread.call(take_step)
+    llm.update_weights(SECOND, "b")
+    llm.resume()
+    [output] = llm.wait_for_completion(use_tqdm=False)
+    assert output.outputs[0].weight_versions == [(0, "b")]
+    [again] = llm.generate([prompt], sampling, use_tqdm=False)
+    assert output.prompt_logprobs == again.prompt_logprobs
+
+
 def test_entries_of_older_weights_are_never_hit(
     llm: LLM, answers: dict[str, list[list[int]]]
 ) -> None:
