@@ -125,6 +125,8 @@ def test_a_refused_update_changes_nothing(llm: LLM, answers: dict[str, list[list
         ((FIRST, ""), "version is ''; allowed"),
         ((FIRST, "1", "later"), "running is 'later'; allowed: recompute, keep, abort"),
         (([1],), "params is a list; allowed"),
+        ((None,), "params is a NoneType; allowed"),
+        ((np.zeros(3),), "params is a ndarray; allowed"),
     ]:
         with pytest.raises(InvalidRequest, match=message):
             llm.update_weights(*arguments)
