@@ -182,3 +182,4 @@ class EngineOwner:
     def close(self) -> None:
         """Abort all requests, end the engine's thread, and free the device. Idempotent."""
         self._thread.close()
+        self._updates.discard()

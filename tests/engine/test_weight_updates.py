@@ -337,6 +337,14 @@ def test_old_weights_are_freed(llm: LLM) -> None:
         gc.enable()
 
 
+def test_closed_engines_have_no_arrays() -> None:
+    llm = engine(FIRST)
+    llm.update_weights(SECOND, finish=False)
+    staged = [weakref.ref(array) for array in llm._updates._staged.values()]
+    llm.close()
+    assert staged and [array() for array in staged] == [None] * len(staged)
+
+
 def test_missing_arrays_are_named() -> None:
     with pytest.raises(CheckpointError, match=r"1 missing: model.norm.weight"):
         engine({name: FIRST[name] for name in FIRST if name != "model.norm.weight"})
