@@ -9,6 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -429,6 +430,31 @@ def test_settings(tmp_path: Path) -> None:
         ServerConfig(api_key=["a"], enable_weight_updates=True, weights_root=str(tmp_path / "a"))
     with pytest.raises(InvalidRequest, match="enable_weight_updates is not supported with"):
         check_server(ServerConfig(api_key=["a"], enable_weight_updates=True))
+
+
+def test_weights_that_cannot_be_read_again(
+    make_app: Callable[..., App], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app(enable_weight_updates=True, api_key=("key",))
+    engine = app.models.all[0].llm._thread.engine
+    loaded = engine.loaded
+    assert loaded.source is not None
+
+    async def scene() -> list[Any]:
+        transport = httpx2.ASGITransport(app.asgi)
+        address, key = "http://localhost", {"x-api-key": "key"}
+        async with httpx2.AsyncClient(transport=transport, base_url=address, headers=key) as client:
+            answers = [await client.post("/sleep?level=2")]
+            engine.loaded = replace(loaded, source=replace(loaded.source, path=tmp_path / "gone"))
+            answers.append(await client.post("/wake_up"))
+            engine.loaded = loaded
+            answers += [await client.get("/is_sleeping"), await client.post("/wake_up")]
+            return [*answers, await client.post("/v1/completions", json={"prompt": PROMPT})]
+
+    slept, refused, *others = asyncio.run(scene())
+    assert refused.status_code == 500 and refused.json()["error"]["code"] == "unreadable_weights"
+    assert str(tmp_path / "gone") in caplog.text and others[0].json() == {"is_sleeping": True}
+    assert {answer.status_code for answer in (slept, *others)} == {200}
 
 
 def test_several_models_are_named(make_app: Callable[..., App]) -> None:

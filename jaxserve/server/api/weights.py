@@ -8,6 +8,7 @@ argument of the query is wrong.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -30,6 +31,7 @@ from jaxserve.server.settings import ServerConfig
 from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.weights.safetensors import read_header
 
+_log = logging.getLogger(__name__)
 MODES = ("keep", "wait", "abort")
 # Bytes of a body that are written to the disk at a time.
 _PIECE_BYTES = 1 << 20
@@ -95,13 +97,19 @@ async def wake_up(request: Request) -> Response:
 
     Raises:
         InvalidRequest: `?tags=` names only the weights or only the cache.
+        ApiError: 500, the model's files cannot be read again. The model sleeps on.
     """
     model, tags = _model(request), set(request.query_params.getlist("tags"))
     if tags and not tags >= {"weights", "kv_cache"}:
         raise InvalidRequest(
             "tags must name both weights and kv_cache, which wake up together; leave it out", "tags"
         )
-    await model.llm.wake_up()
+    try:
+        await model.llm.wake_up()
+    except (CheckpointError, UnsupportedModel) as error:
+        _log.error("the weights cannot be placed again: %s", error)
+        message = "the weights of the model cannot be read again; the server's log has the reason"
+        raise ApiError(500, message, code="unreadable_weights") from error
     return json_response(schema.EngineStatus("awake"))
 
 
