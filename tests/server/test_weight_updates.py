@@ -68,6 +68,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "link").symlink_to(outside)
     (folder / "inner").mkdir()
     (folder / "inner" / "model.safetensors").symlink_to(outside / "model.safetensors")
+    (folder / "linked").mkdir()
+    (folder / "linked" / "model.safetensors").symlink_to(folder / "second" / "model.safetensors")
     (folder / "within").symlink_to(folder / "second")
     return folder
 
@@ -261,13 +263,15 @@ def test_a_client_that_goes_away(updated: Server) -> None:
         ("first/config.json", "there is no folder"),
         ("a\0b", "there is no folder"),
         (".", ".: has neither"),
+        ("linked", "linked/model.safetensors: links to second/model.safetensors, outside"),
         ("a/model", "a/model/model.safetensors: is truncated (2 bytes short); its header"),
     ],
 )
-def test_paths(updated: Server, name: str, text: str) -> None:
+def test_paths(updated: Server, root: Path, name: str, text: str) -> None:
     good(updated, START)
     answer = updated.request(UPDATE, {"model_path": name})
     assert answer.status == 400 and text in answer.error["message"], answer.body
+    assert str(root) not in answer.error["message"]
     assert updated.request(FINISH, method="POST").status == 409
 
 
@@ -437,15 +441,15 @@ def test_weights_that_cannot_be_read_again(
 ) -> None:
     app = make_app(enable_weight_updates=True, api_key=("key",))
     engine = app.models.all[0].llm._thread.engine
-    loaded = engine.loaded
-    assert loaded.source is not None
+    loaded, source = engine.loaded, engine.loaded.source
+    assert source is not None
 
     async def scene() -> list[Any]:
         transport = httpx2.ASGITransport(app.asgi)
         address, key = "http://localhost", {"x-api-key": "key"}
         async with httpx2.AsyncClient(transport=transport, base_url=address, headers=key) as client:
             answers = [await client.post("/sleep?level=2")]
-            engine.loaded = replace(loaded, source=replace(loaded.source, path=tmp_path / "gone"))
+            engine.loaded = replace(loaded, source=replace(source, path=tmp_path / "gone"))
             answers.append(await client.post("/wake_up"))
             engine.loaded = loaded
             answers += [await client.get("/is_sleeping"), await client.post("/wake_up")]

@@ -165,7 +165,7 @@ async def update_weights(request: Request) -> Response:
         root: str | None = request.app.state.served.config.weights_root
         async with update.adding():
             folder, name = await asyncio.to_thread(folder_below, root, body.model_path)
-            await _add(update, folder, name, open_checkpoint)
+            await _add(update, folder, name, open_checkpoint, root)
     else:
         async with update.adding(), _received(request, update) as path:
             await _add(update, path, "body", _opened)
@@ -194,24 +194,31 @@ def _has_body(request: Request) -> bool:
 
 
 async def _add(
-    update: WeightUpdate, path: Path, name: str, opened: Callable[[Path], Checkpoint]
+    update: WeightUpdate,
+    path: Path,
+    name: str,
+    opened: Callable[[Path], Checkpoint],
+    root: str | None = None,
 ) -> None:
-    with _refusing(path, name):
+    with _refusing(path, name, root):
         await update.add(await asyncio.to_thread(opened, path))
 
 
 @contextmanager
-def _refusing(path: Path, name: str) -> Iterator[None]:
+def _refusing(path: Path, name: str, root: str | None) -> Iterator[None]:
     """Context manager in which errors of tensors become errors with status 400.
 
     Args:
         path: the path that the messages of errors have.
         name: the name that clients know, which replaces the path.
+        root: value of the setting `weights_root`, which clients do not know, or None.
     """
     try:
         yield
     except (CheckpointError, InvalidRequest, UnsupportedModel) as error:
         text = " ".join(str(error).replace(str(path), name).split())
+        if root is not None:  # links are named by their targets
+            text = text.replace(os.path.join(os.path.realpath(root), ""), "")
         if path.suffix == _SUFFIX:
             text = text.replace(path.name, name)
         raise ApiError(400, text, code="invalid_weights") from error
