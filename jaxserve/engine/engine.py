@@ -262,9 +262,6 @@ class Engine:
             version: name of the weights.
             running: "recompute" computes the cache of running requests again, and keeps their
                 tokens. "keep" continues them on their cache. "abort" aborts all requests.
-
-        Raises:
-            EngineAsleep: the engine sleeps. Its weights are unchanged.
         """
         if self.is_asleep:
             raise EngineAsleep("the engine sleeps; its weights can be updated after wake_up")
@@ -286,9 +283,9 @@ class Engine:
     def _compute_anew(self) -> None:
         """Preempt all sequences. Their cache and pending prompt logprobs are computed again."""
         self.scheduler.preempt_all(lambda sequence: sequence.precedence)
-        for live in self._delivery.all():
-            if live.sequence.prompt_logprobs is not None:
-                live.sequence.prompt_logprobs.start_anew()
+        for prompt in (live.sequence.prompt_logprobs for live in self._delivery.all()):
+            if prompt is not None:
+                prompt.start_anew()
 
     def sleep(self, level: int) -> None:
         """Free the KV cache, and the weights as `Runner.sleep` does, until `wake_up`.
@@ -305,12 +302,7 @@ class Engine:
         self.runner.sleep(level)
 
     def wake_up(self, leaves: list[Any] | None = None) -> None:
-        """Allocate the KV cache again, and continue. An engine that does not sleep is not changed.
-
-        Args:
-            leaves: the weights of the model's files, whose version is "0", or None (see
-                `Runner.wake_up`).
-        """
+        """Allocate the KV cache again, and continue. `leaves` are of files, with version "0"."""
         if not self.is_asleep:
             return
         self.runner.wake_up(leaves)
