@@ -14,7 +14,7 @@ from jaxserve.engine.arguments import EngineArgs
 from jaxserve.engine.delta import Delta, OutputReader
 from jaxserve.engine.engine import Engine, PauseMode, UpdateMode
 from jaxserve.engine.metrics import EngineStats, Metric, ValueCounts
-from jaxserve.engine.owner import EngineOwner
+from jaxserve.engine.owner import LOOK_SECONDS, EngineOwner
 from jaxserve.engine.prompts import Prompt
 from jaxserve.engine.stream import LoopDelivery, Stream
 from jaxserve.errors import InvalidRequest
@@ -217,7 +217,9 @@ class AsyncLLM(EngineOwner):
             InvalidRequest: the mode is unknown.
             EngineClosed, EngineDead: the engine has ended.
         """
-        await asyncio.to_thread(self._pause, mode)
+        await asyncio.to_thread(self._begin_pause, mode)
+        while await asyncio.to_thread(self._is_pausing):  # no thread is taken in between
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def resume(self) -> None:
         """Continue after `pause`.
@@ -241,13 +243,15 @@ class AsyncLLM(EngineOwner):
             InvalidRequest: an argument is invalid.
             EngineClosed, EngineDead: the engine has ended.
         """
-        await asyncio.to_thread(self._sleep, level, mode)
+        if self._may_sleep(level):
+            await self.pause(mode)
+            await asyncio.to_thread(self._fall_asleep, level)
 
     async def wake_up(self) -> None:
         """Allocate the KV cache and place the weights again after `sleep`, and serve.
 
-        After level 2 the weights are read from the model's files again. An engine from
-        `from_params` waits for `update_weights` with all arrays.
+        After level 2 the weights are read from the model's files again, and their version is "0".
+        An engine from `from_params` waits for `update_weights` with all arrays.
 
         Raises:
             CheckpointError: the model's files cannot be read.

@@ -234,7 +234,8 @@ class Engine:
             for live in self._delivery.all():
                 self._delivery.end(live, FinishReason.ABORT)
         self._drain()
-        self.paused = "wait" if mode == "wait" and not self.is_asleep else "keep"
+        can_compute = not self.is_asleep and self.runner.leaves
+        self.paused = "wait" if mode == "wait" and can_compute else "keep"
         if self.paused == "wait":
             self.scheduler.waiting.hold(lambda waiting: waiting.num_cached < 0)
 
@@ -242,10 +243,12 @@ class Engine:
         """Continue after `pause_all`.
 
         Raises:
-            EngineAsleep: the engine sleeps.
+            EngineAsleep: the engine sleeps, or has had no weights since it slept.
         """
         if self.is_asleep:
             raise EngineAsleep("the engine sleeps; it serves again after wake_up")
+        if not self.runner.leaves:
+            raise EngineAsleep("the engine dropped its weights; it serves after update_weights")
         self.paused = None
         self.scheduler.waiting.release()
 
@@ -260,12 +263,14 @@ class Engine:
             running: "recompute" computes the cache of running requests again, and keeps their
                 tokens. "keep" continues them on their cache. "abort" aborts all requests.
         """
+        if self.is_asleep:
+            raise EngineAsleep("the engine sleeps; its weights can be updated after wake_up")
         self._drain()
         if running == "abort":
             for live in self._delivery.all():
                 self._delivery.end(live, FinishReason.ABORT)
         elif running == "recompute":
-            self.scheduler.preempt_all(lambda sequence: sequence.precedence)
+            self._compute_anew()
         lacked = not self.runner.leaves
         self.runner.replace_leaves(leaves)
         waiting = self.scheduler.waiting
@@ -275,23 +280,35 @@ class Engine:
         if lacked:
             self.resume_all()
 
+    def _compute_anew(self) -> None:
+        """Preempt all sequences. Their cache and pending prompt logprobs are computed again."""
+        self.scheduler.preempt_all(lambda sequence: sequence.precedence)
+        for prompt in (live.sequence.prompt_logprobs for live in self._delivery.all()):
+            if prompt is not None:
+                prompt.start_anew()
+
     def sleep(self, level: int) -> None:
         """Free the KV cache, and the weights as `Runner.sleep` does, until `wake_up`.
 
         The engine is paused. Tokens of unfinished requests are kept, and their cache is computed
-        again.
+        again. A sleeping engine is not changed.
         """
-        assert self.paused is not None and not self.is_asleep, "sleep of a running engine"
+        if self.is_asleep:
+            return
         self._drain()
         self.paused, self.is_asleep = "keep", True
-        self.scheduler.preempt_all(lambda sequence: sequence.precedence)
+        self._compute_anew()
         self.pool.clear_cache()
         self.runner.sleep(level)
 
     def wake_up(self, leaves: list[Any] | None = None) -> None:
-        """Allocate the KV cache again, and continue. See `Runner.wake_up` for `leaves`."""
+        """Allocate the KV cache again, and continue. `leaves` are of files, with version "0"."""
+        if not self.is_asleep:
+            return
         self.runner.wake_up(leaves)
         self.is_asleep = False
+        if leaves is not None:
+            self._delivery.weights_version = "0"
         if self.runner.leaves:  # otherwise `replace_weights` continues
             self.resume_all()
 

@@ -419,8 +419,8 @@ class LLM(EngineOwner):
     def wake_up(self) -> None:
         """Allocate the KV cache and place the weights again after `sleep`, and serve.
 
-        After level 2 the weights are read from the model's files again. An engine from
-        `from_params` waits for `update_weights` with all arrays.
+        After level 2 the weights are read from the model's files again, and their version is "0".
+        An engine from `from_params` waits for `update_weights` with all arrays.
 
         Raises:
             CheckpointError: the model's files cannot be read.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -25,7 +26,7 @@ from jaxserve.start.start import load
 from jaxserve.start.weights import place
 
 # Seconds between two looks at an engine that is to pause.
-_LOOK_SECONDS = 0.01
+LOOK_SECONDS = 0.01
 
 
 class EngineOwner:
@@ -36,6 +37,7 @@ class EngineOwner:
     ) -> None:
         self._thread = EngineThread(config, on_progress)
         self._updates = WeightUpdates(self._thread)
+        self._waking = threading.Lock()
         # The factory of requests. It is thread-safe.
         self.requests: RequestFactory = self._thread.engine.requests
 
@@ -68,7 +70,7 @@ class EngineOwner:
 
     @property
     def weights_version(self) -> str:
-        """The version of the weights: "0" at the start, then the one that an update names."""
+        """The version of the weights: "0" for those of the start, otherwise named by an update."""
         return self._thread.engine.weights_version
 
     @property
@@ -87,36 +89,50 @@ class EngineOwner:
         return self._updates.update(*arguments)
 
     def _pause(self, mode: PauseMode) -> None:
+        self._begin_pause(mode)
+        while self._is_pausing():
+            time.sleep(LOOK_SECONDS)
+
+    def _begin_pause(self, mode: PauseMode) -> None:
         check_mode(mode, "mode", PauseMode)
+        self._thread.call(partial(self._thread.engine.pause_all, mode))
+
+    def _is_pausing(self) -> bool:
+        # Whether requests that have begun are still computed after `_begin_pause`.
         engine = self._thread.engine
-        self._thread.call(partial(engine.pause_all, mode))
-        while self._thread.call(lambda: engine.paused == "wait" and engine.has_work):
-            time.sleep(_LOOK_SECONDS)
+        return self._thread.call(lambda: engine.paused == "wait" and engine.has_work)
 
     def _resume(self) -> None:
         self._thread.call(self._thread.engine.resume_all)
 
     def _sleep(self, level: int, mode: PauseMode) -> None:
+        if self._may_sleep(level):
+            self._pause(mode)
+            self._fall_asleep(level)
+
+    def _may_sleep(self, level: int) -> bool:
+        # Check the level, and return whether the engine is awake.
         engine = self._thread.engine
         if level not in (1, 2):
             raise InvalidRequest(f"level is {level!r}; allowed: 1, 2", "level")
         if engine.loaded.group is not None:
             raise InvalidRequest("sleep: this engine has several hosts (nnodes); allowed: one host")
-        if engine.is_asleep:
-            return
-        self._pause(mode)
+        return not engine.is_asleep
+
+    def _fall_asleep(self, level: int) -> None:
         self._updates.discard()
-        self._thread.call(partial(engine.sleep, level))
+        self._thread.call(partial(self._thread.engine.sleep, level))
 
     def _wake_up(self) -> None:
         engine = self._thread.engine
-        if not engine.is_asleep:
-            return
-        source, plan, leaves = engine.loaded.source, engine.loaded.plan, None
-        assert source is not None and plan is not None
-        if not engine.runner.leaves and source.can_load:
-            leaves = place(source, plan).leaves
-        self._thread.call(partial(engine.wake_up, leaves))
+        with self._waking:  # a second call would place the weights twice
+            if not engine.is_asleep:
+                return
+            source, plan, leaves = engine.loaded.source, engine.loaded.plan, None
+            assert source is not None and plan is not None
+            if not engine.runner.leaves and source.can_load:
+                leaves = place(source, plan).leaves
+            self._thread.call(partial(engine.wake_up, leaves))
 
     def _request_of(
         self,
@@ -166,3 +182,4 @@ class EngineOwner:
     def close(self) -> None:
         """Abort all requests, end the engine's thread, and free the device. Idempotent."""
         self._thread.close()
+        self._updates.discard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -69,7 +70,7 @@ class WeightUpdates:
         plan, runner = engine.loaded.plan, engine.runner
         assert plan is not None
         current = plan.model.values(runner.leaves) if runner.leaves else {}
-        if params:
+        if not isinstance(params, Mapping) or params:
             try:
                 self._staged |= self._opened_reader().read(params, {**current, **self._staged})
             except CheckpointError as error:

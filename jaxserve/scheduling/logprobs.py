@@ -231,6 +231,11 @@ class PromptLogprobs:
     def is_complete(self) -> bool:
         return self._filled == self._num_tokens
 
+    def start_anew(self) -> None:
+        """Discard the values that `take` has not returned: other weights compute them again."""
+        if not self.is_sent:
+            self._filled = 0
+
     def put(self, start: int, part: TokenLogprobs) -> None:
         """Store the log-probabilities of the prompt tokens at positions start + 1, start + 2, ...
 

@@ -82,7 +82,8 @@ class ParameterReader:
         Args:
             params: a mapping of names in checkpoint files to arrays, an `nnx.State`, or an opened
                 checkpoint.
-            current: the placed values of all parameters, by path.
+            current: the placed values of the model's parameters, by path. After the weights were
+                dropped, parameters are missing.
 
         Raises:
             CheckpointError: a name is unknown, an array has another shape or no float dtype, or
@@ -100,6 +101,11 @@ class ParameterReader:
         for path, parts in by_path(stored.table).items():
             if self._is_whole(path, parts):
                 whole += parts
+            elif path not in current:
+                raise CheckpointError(
+                    f"{stored.opened.directory}: {parts[0].name!r} is a part of {path!r}, whose "
+                    "other parts were dropped; allowed: all tensors of the parameter together"
+                )
             else:
                 values[path] = self._replaced(path, parts, stored, current[path])
         if self._stays_on_device and _are_beside(stored, jax.tree.leaves(dict(current))):

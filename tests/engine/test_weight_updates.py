@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -124,6 +125,8 @@ def test_a_refused_update_changes_nothing(llm: LLM, answers: dict[str, list[list
         ((FIRST, ""), "version is ''; allowed"),
         ((FIRST, "1", "later"), "running is 'later'; allowed: recompute, keep, abort"),
         (([1],), "params is a list; allowed"),
+        ((None,), "params is a NoneType; allowed"),
+        ((np.zeros(3),), "params is a ndarray; allowed"),
     ]:
         with pytest.raises(InvalidRequest, match=message):
             llm.update_weights(*arguments)
@@ -159,6 +162,27 @@ def test_running_requests(llm: LLM, running: Any) -> None:
                 if running == "recompute" or version == "0":
                     assert completion.token_ids[start:end] == want.outputs[0].token_ids
             assert [version for _, version in completion.weight_versions] in (["0", "b"], ["0"])
+
+
+def test_prompt_logprobs_are_of_the_weights_of_the_answer(llm: LLM) -> None:
+    """The first chunk of the prompt completes them, and the last one samples the first token."""
+    prompt, engine = list(range(2, 35)), llm._thread.engine
+    sampling = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0, ignore_eos=True)
+
+    def take_step() -> None:
+        engine.resume_all()
+        engine.step()
+        engine.pause_all("keep")
+
+    llm.pause()
+    llm.enqueue([prompt], sampling)
+    llm._thread.call(take_step)
+    llm.update_weights(SECOND, "b")
+    llm.resume()
+    [output] = llm.wait_for_completion(use_tqdm=False)
+    assert output.outputs[0].weight_versions == [(0, "b")]
+    [again] = llm.generate([prompt], sampling, use_tqdm=False)
+    assert output.prompt_logprobs == again.prompt_logprobs
 
 
 def test_entries_of_older_weights_are_never_hit(
@@ -266,6 +290,43 @@ def test_sleep(llm: LLM, level: int, answers: dict[str, list[list[int]]]) -> Non
     llm.check()
 
 
+def test_calls_at_the_same_time(llm: LLM, answers: dict[str, list[list[int]]]) -> None:
+    """Calls whose conditions another call has changed: each ends, and no request is lost."""
+    thread, sampling = llm._thread, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    llm.enqueue(PROMPTS, sampling)
+    while not llm.stats().generation_tokens:
+        pass
+    thread.call(thread.engine.wake_up)  # after the wake-up of another call
+    thread.call(partial(thread.engine.sleep, 1))  # after a resume during its pause
+    thread.call(partial(thread.engine.sleep, 2))  # after the sleep of another call
+    with pytest.raises(EngineAsleep):  # after an update has read its arrays
+        llm._updates.update(SECOND, "late")
+    llm.wake_up()
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.outputs[0].token_ids[:12] for output in outputs] == answers["first"]
+    assert llm.stats().num_failed_steps == 0 and llm.weights_version == "0"
+    llm.check()
+
+
+def test_an_engine_without_weights_computes_nothing(
+    llm: LLM, answers: dict[str, list[list[int]]]
+) -> None:
+    llm.pause()
+    llm.enqueue(PROMPTS, GREEDY)
+    llm.sleep(2, "keep")
+    llm.wake_up()
+    with pytest.raises(EngineAsleep, match="dropped its weights"):
+        llm.resume()
+    llm.pause("wait")
+    part = {name: FIRST[name] for name in FIRST if "q_proj.weight" in name}
+    with pytest.raises(InvalidRequest, match=r"q_proj.weight' is a part of 'layers.0.*together"):
+        llm.update_weights(part, finish=False)
+    llm.update_weights(FIRST)
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == answers["first"]
+    assert llm.stats().num_failed_steps == 0
+
+
 def test_old_weights_are_freed(llm: LLM) -> None:
     old = [weakref.ref(leaf) for leaf in llm._thread.engine.runner.leaves]
     gc.disable()  # no reference cycle holds them
@@ -274,6 +335,14 @@ def test_old_weights_are_freed(llm: LLM) -> None:
         assert old and [leaf() for leaf in old] == [None] * len(old)
     finally:
         gc.enable()
+
+
+def test_closed_engines_have_no_arrays() -> None:
+    llm = engine(FIRST)
+    llm.update_weights(SECOND, finish=False)
+    staged = [weakref.ref(array) for array in llm._updates._staged.values()]
+    llm.close()
+    assert staged and [array() for array in staged] == [None] * len(staged)
 
 
 def test_missing_arrays_are_named() -> None:
@@ -320,5 +389,33 @@ def test_async_engine(answers: dict[str, list[list[int]]]) -> None:
             names: Any = {metric.name: metric for metric in await llm.get_metrics()}
             assert names["jaxserve:weights_version_info"].labels["version"] == "b"
             assert names["jaxserve:weight_updates"].value == 1
+
+    asyncio.run(run())
+
+
+def test_a_pause_takes_no_thread() -> None:
+    """Other work of the event loop's threads goes on while calls wait for requests to end."""
+    settings = SETTINGS | {"max_model_len": 4000, "num_gpu_blocks_override": 1100}
+    settings["allow_long_max_model_len"] = True
+
+    async def run() -> None:
+        async with AsyncLLM.from_params(FIRST, FIELDS, **settings) as llm:
+
+            async def answer() -> None:
+                long = SamplingParams(max_tokens=3000, ignore_eos=True)
+                async for _ in llm.generate({"prompt_token_ids": PROMPTS[0]}, long):
+                    started.set()
+
+            started = asyncio.Event()
+            answering = asyncio.create_task(answer())
+            await started.wait()
+            pauses = [asyncio.create_task(llm.pause("wait")) for _ in range(40)]
+            await asyncio.sleep(0)
+            await asyncio.to_thread(time.sleep, 0)
+            assert not any(pause.done() for pause in pauses)
+            await llm.resume()
+            await asyncio.gather(*pauses)
+            assert not answering.done()
+            answering.cancel()
 
     asyncio.run(run())

@@ -9,6 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "link").symlink_to(outside)
     (folder / "inner").mkdir()
     (folder / "inner" / "model.safetensors").symlink_to(outside / "model.safetensors")
+    (folder / "linked").mkdir()
+    (folder / "linked" / "model.safetensors").symlink_to(folder / "second" / "model.safetensors")
     (folder / "within").symlink_to(folder / "second")
     return folder
 
@@ -260,13 +263,15 @@ def test_a_client_that_goes_away(updated: Server) -> None:
         ("first/config.json", "there is no folder"),
         ("a\0b", "there is no folder"),
         (".", ".: has neither"),
+        ("linked", "linked/model.safetensors: links to second/model.safetensors, outside"),
         ("a/model", "a/model/model.safetensors: is truncated (2 bytes short); its header"),
     ],
 )
-def test_paths(updated: Server, name: str, text: str) -> None:
+def test_paths(updated: Server, root: Path, name: str, text: str) -> None:
     good(updated, START)
     answer = updated.request(UPDATE, {"model_path": name})
     assert answer.status == 400 and text in answer.error["message"], answer.body
+    assert str(root) not in answer.error["message"]
     assert updated.request(FINISH, method="POST").status == 409
 
 
@@ -341,6 +346,17 @@ def test_sleep(updated: Server, level: int, mode: str) -> None:
     assert (b'"finish_reason":"length"' in events) == (mode != "abort")
     assert states(updated) == (False, False) and tokens(updated) == before
     assert updated.request("/sleep?level=3", method="POST").error["param"] == "level"
+
+
+def test_weights_of_files_have_their_version_again(updated: Server) -> None:
+    before = tokens(updated)
+    good(updated, START)
+    good(updated, UPDATE, {"model_path": "second"})
+    good(updated, f"{FINISH}?version=new")
+    assert version(updated) == "new" and tokens(updated) != before
+    good(updated, "/sleep?level=2")
+    good(updated, "/wake_up")
+    assert version(updated) == "0" and tokens(updated) == before
 
 
 def test_a_batch_outlasts_a_pause_and_a_sleep(updated: Server) -> None:
@@ -418,6 +434,31 @@ def test_settings(tmp_path: Path) -> None:
         ServerConfig(api_key=["a"], enable_weight_updates=True, weights_root=str(tmp_path / "a"))
     with pytest.raises(InvalidRequest, match="enable_weight_updates is not supported with"):
         check_server(ServerConfig(api_key=["a"], enable_weight_updates=True))
+
+
+def test_weights_that_cannot_be_read_again(
+    make_app: Callable[..., App], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app(enable_weight_updates=True, api_key=("key",))
+    engine = app.models.all[0].llm._thread.engine
+    loaded, source = engine.loaded, engine.loaded.source
+    assert source is not None
+
+    async def scene() -> list[Any]:
+        transport = httpx2.ASGITransport(app.asgi)
+        address, key = "http://localhost", {"x-api-key": "key"}
+        async with httpx2.AsyncClient(transport=transport, base_url=address, headers=key) as client:
+            answers = [await client.post("/sleep?level=2")]
+            engine.loaded = replace(loaded, source=replace(source, path=tmp_path / "gone"))
+            answers.append(await client.post("/wake_up"))
+            engine.loaded = loaded
+            answers += [await client.get("/is_sleeping"), await client.post("/wake_up")]
+            return [*answers, await client.post("/v1/completions", json={"prompt": PROMPT})]
+
+    slept, refused, *others = asyncio.run(scene())
+    assert refused.status_code == 500 and refused.json()["error"]["code"] == "unreadable_weights"
+    assert str(tmp_path / "gone") in caplog.text and others[0].json() == {"is_sleeping": True}
+    assert {answer.status_code for answer in (slept, *others)} == {200}
 
 
 def test_several_models_are_named(make_app: Callable[..., App]) -> None:

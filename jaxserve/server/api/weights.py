@@ -8,6 +8,7 @@ argument of the query is wrong.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -30,6 +31,7 @@ from jaxserve.server.settings import ServerConfig
 from jaxserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.weights.safetensors import read_header
 
+_log = logging.getLogger(__name__)
 MODES = ("keep", "wait", "abort")
 # Bytes of a body that are written to the disk at a time.
 _PIECE_BYTES = 1 << 20
@@ -95,13 +97,19 @@ async def wake_up(request: Request) -> Response:
 
     Raises:
         InvalidRequest: `?tags=` names only the weights or only the cache.
+        ApiError: 500, the model's files cannot be read again. The model sleeps on.
     """
     model, tags = _model(request), set(request.query_params.getlist("tags"))
     if tags and not tags >= {"weights", "kv_cache"}:
         raise InvalidRequest(
             "tags must name both weights and kv_cache, which wake up together; leave it out", "tags"
         )
-    await model.llm.wake_up()
+    try:
+        await model.llm.wake_up()
+    except (CheckpointError, UnsupportedModel) as error:
+        _log.error("the weights cannot be placed again: %s", error)
+        message = "the weights of the model cannot be read again; the server's log has the reason"
+        raise ApiError(500, message, code="unreadable_weights") from error
     return json_response(schema.EngineStatus("awake"))
 
 
@@ -157,7 +165,7 @@ async def update_weights(request: Request) -> Response:
         root: str | None = request.app.state.served.config.weights_root
         async with update.adding():
             folder, name = await asyncio.to_thread(folder_below, root, body.model_path)
-            await _add(update, folder, name, open_checkpoint)
+            await _add(update, folder, name, open_checkpoint, root)
     else:
         async with update.adding(), _received(request, update) as path:
             await _add(update, path, "body", _opened)
@@ -186,24 +194,31 @@ def _has_body(request: Request) -> bool:
 
 
 async def _add(
-    update: WeightUpdate, path: Path, name: str, opened: Callable[[Path], Checkpoint]
+    update: WeightUpdate,
+    path: Path,
+    name: str,
+    opened: Callable[[Path], Checkpoint],
+    root: str | None = None,
 ) -> None:
-    with _refusing(path, name):
+    with _refusing(path, name, root):
         await update.add(await asyncio.to_thread(opened, path))
 
 
 @contextmanager
-def _refusing(path: Path, name: str) -> Iterator[None]:
+def _refusing(path: Path, name: str, root: str | None) -> Iterator[None]:
     """Context manager in which errors of tensors become errors with status 400.
 
     Args:
         path: the path that the messages of errors have.
         name: the name that clients know, which replaces the path.
+        root: value of the setting `weights_root`, which clients do not know, or None.
     """
     try:
         yield
     except (CheckpointError, InvalidRequest, UnsupportedModel) as error:
         text = " ".join(str(error).replace(str(path), name).split())
+        if root is not None:  # links are named by their targets
+            text = text.replace(os.path.join(os.path.realpath(root), ""), "")
         if path.suffix == _SUFFIX:
             text = text.replace(path.name, name)
         raise ApiError(400, text, code="invalid_weights") from error
