@@ -7,7 +7,7 @@ the bits that `load_weights` reads from files of the same numbers, and can be di
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import prod
@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, ModelConfig, abstract_model
 from jaxserve.models.placed_weight import FULL, PlacedWeight
-from jaxserve.models.weight_table import Index
+from jaxserve.models.weight_table import Index, WeightName
 from jaxserve.weights.fused_parameters import by_path
 from jaxserve.weights.layouts import PLACED, number_panels, panel_axes
 from jaxserve.weights.memory import ArrayEntry, parameters_of_state
@@ -104,14 +104,31 @@ def values_of(
     plain = {name: e for name, e in stored.entries.items() if isinstance(e, ArrayEntry)}
     for name in (*stored.split.packed, *(stored.entries.keys() - plain.keys())):
         raise UnsupportedModel(f"params: {name!r} is quantized; allowed: arrays of floats")
-    tensors = {name: _replicated(entry.values) for name, entry in plain.items()}
+    tensors = {name: entry.values for name, entry in plain.items()}
+    return fused_tensors(tensors, stored.table, stored.dims, parameters)
+
+
+def fused_tensors(
+    tensors: Mapping[str, Any],
+    table: Iterable[WeightName],
+    dims: Mapping[str, int],
+    parameters: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+    """Return the parameters of a tree of modules, by path, from the tensors that they consist of.
+
+    Args:
+        tensors: arrays by the names in `table`, which JAX may trace.
+        table: the tensors of all parameters.
+        dims: sizes of the dimensions that the table names.
+        parameters: shape and dtype of each parameter, by path.
+    """
+    arrays: dict[str, Any] = {name: replicated(array) for name, array in tensors.items()}
     values: dict[str, jax.Array] = {}
-    for path, parts in by_path(stored.table).items():
+    for path, parts in by_path(table).items():
         parameter = parameters[path]
         pieces: list[_Piece] = []
         for part in parts:
-            array: Any = tensors[part.name]
-            array = part.arrange(array, stored.dims).astype(parameter.dtype)
+            array = part.arrange(arrays[part.name], dims).astype(parameter.dtype)
             box = _box(part.index, parameter.shape)
             pieces.append((box, array.reshape([size for _, size in box])))
         values[path] = _joined(pieces)
@@ -167,7 +184,7 @@ def _of_state(state: nnx.State, parameters: Parameters) -> dict[str, jax.Array]:
 def _plain(path: str, value: Any, parameter: nnx.Param[jax.Array]) -> jax.Array:
     # The value of a parameter in a state, without panels.
     if not isinstance(value, PLACED):
-        return _replicated(value)
+        return replicated(value)
     if not isinstance(value, PlacedWeight) or value.form != FULL:
         form = value.form if isinstance(value, PlacedWeight) else type(value).__name__
         raise UnsupportedModel(f"params: {path} is quantized ({form}); allowed: arrays of floats")
@@ -177,7 +194,7 @@ def _plain(path: str, value: Any, parameter: nnx.Param[jax.Array]) -> jax.Array:
     return matrices.reshape(parameter.shape)
 
 
-def _replicated(array: Any) -> jax.Array:
+def replicated(array: Any) -> jax.Array:
     """Return an array that no explicit mesh axis divides, so that it can be reshaped."""
     array = jnp.asarray(array)
     sharding = jax.typeof(array).sharding
