@@ -128,7 +128,7 @@ def fused_tensors(
         parameter = parameters[path]
         pieces: list[_Piece] = []
         for part in parts:
-            array = part.arrange(arrays[part.name], dims).astype(parameter.dtype)
+            array: Any = part.arrange(arrays[part.name], dims).astype(parameter.dtype)
             box = _box(part.index, parameter.shape)
             pieces.append((box, array.reshape([size for _, size in box])))
         values[path] = _joined(pieces)
