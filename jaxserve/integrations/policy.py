@@ -191,12 +191,14 @@ class ServedPolicy:
                 params = nnx.filter_state(params, nnx.filterlib.Any(*filter_types))
             if self._is_own(params):
                 return self.llm.update_weights(params)
-            return self._update_by_layers(flat(params))
+            values = flat(params)
+            return self._update_by_layers(values) if values else self.llm.weights_version
 
     def _is_own(self, params: Any) -> bool:
         # Whether the engine can read `params` as they are.
         if isinstance(params, nnx.State):
-            return parameters_of_state(params).keys() <= parameters_of_state(self.llm.params).keys()
+            paths = parameters_of_state(params).keys()
+            return bool(paths) and paths <= parameters_of_state(self.llm.params).keys()
         return any(isinstance(n, str) and n.startswith(("model.", "lm_head.")) for n in params)
 
     def _update_by_layers(self, values: dict[str, Any]) -> str:

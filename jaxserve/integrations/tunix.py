@@ -69,7 +69,7 @@ class JaxserveRollout(base_rollout.BaseRollout):
             raise InvalidRequest(
                 f"logprobs_mode is {llm.config.logprobs_mode!r}; allowed: {', '.join(MODES)}", "llm"
             )
-        self._llm, self._actor, self._config = llm, rollout_actor, rollout_config
+        self._llm, self._config = llm, rollout_config
         self._policy = ServedPolicy(llm, rollout_actor, lora_alpha)
         self._tokenizer = self._adapted(tokenizer)
         self._encodes = tokenizer is not None
@@ -167,9 +167,12 @@ class JaxserveRollout(base_rollout.BaseRollout):
         """Return the token that ends a completion."""
         return self._tokenizer.eos_id()
 
-    def model(self) -> Any:
-        """Return the actor, or the engine if there is none."""
-        return self._llm if self._actor is None else self._actor
+    def model(self) -> None:
+        """Return None: the weights of the rollouts are no module of Tunix, but `LLM.params`.
+
+        Tunix compares the result with the actor. It passes new weights to a worker that returns
+        None, also on the actor's mesh.
+        """
 
     def _adapted(self, tokenizer: Any) -> TokenizerAdapter:
         if isinstance(tokenizer, TokenizerAdapter):
