@@ -28,6 +28,26 @@ except ImportError as error:
 MODES = ("raw_logprobs", "processed_logprobs")
 
 
+class _OwnTokenizer:
+    """The engine's tokenizer with the names that Tunix uses.
+
+    Args:
+        tokenizer: the tokenizer, which has an end token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def eos_id(self) -> int:
+        return self._tokenizer.eos_token_id
+
+    def pad_id(self) -> int:
+        """Return the padding token, or the end token if there is none, as Tunix does."""
+        text = self._tokenizer.special_names.get("pad_token")
+        number = None if text is None else self._tokenizer.token_id(text)
+        return self.eos_id() if number is None else number
+
+
 class JaxserveRollout(base_rollout.BaseRollout):
     """A rollout worker of Tunix whose completions come from a jaxserve engine.
 
@@ -174,17 +194,18 @@ class JaxserveRollout(base_rollout.BaseRollout):
         None, also on the actor's mesh.
         """
 
-    def _adapted(self, tokenizer: Any) -> TokenizerAdapter:
-        if isinstance(tokenizer, TokenizerAdapter):
-            return tokenizer
+    def _adapted(self, tokenizer: Any) -> Any:
+        if tokenizer is not None:
+            is_adapted = isinstance(tokenizer, TokenizerAdapter)
+            return tokenizer if is_adapted else TokenizerAdapter(tokenizer)
         own = self._llm.get_tokenizer()
-        if tokenizer is None and own is None:
+        if own is None or own.eos_token_id is None:
             raise InvalidRequest(
-                "tokenizer is None and the engine has none; allowed: a tokenizer of Transformers, "
-                "or one that Tunix accepts",
+                "tokenizer is None, and the engine has no tokenizer with an end token; allowed: a "
+                "tokenizer of Transformers, or one that Tunix accepts",
                 "tokenizer",
             )
-        return TokenizerAdapter(own.library if tokenizer is None else tokenizer)
+        return _OwnTokenizer(own)
 
     def _encode(self, prompt: str) -> list[int]:
         # As in Tunix's samplers.

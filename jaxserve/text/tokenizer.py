@@ -197,11 +197,6 @@ class Tokenizer:
         return template.source if template else ""
 
     @property
-    def library(self) -> Any:
-        """The tokenizer of the Transformers library that this one wraps."""
-        return self._tokenizer
-
-    @property
     def special_names(self) -> dict[str, str]:
         """Texts of the tokenizer's special tokens, by names such as "eos_token"."""
         return dict(self._tokenizer.special_tokens_map)

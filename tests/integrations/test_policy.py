@@ -120,7 +120,7 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
         node = tree
         for place in places:
             node = node.setdefault(int(place) if place.isdecimal() else place, {})
-        node[last] = nnx.Param(jnp.asarray(array))
+        node[last] = array if isinstance(array, nnx.Variable) else nnx.Param(jnp.asarray(array))
     return tree
 
 
@@ -165,15 +165,15 @@ def test_lora_parameters_are_merged_into_the_first_weights(llm: LLM) -> None:
 
     policy, updates = ServedPolicy(llm, lora_alpha=4.0), [lora(), lora()]
     for update in updates:
-        state = nnx.State(nested(tunix)["layers"] | update)  # the types select the update
-        policy.update(nnx.filter_state(state, nnx.LoRAParam), (nnx.LoRAParam,))
-    merged = trees.with_lora(trees.flat(updates[1]), tunix, tree, 4.0)
+        # The types select the update.
+        policy.update(nnx.State(nested({**tunix, **update})), (nnx.LoRAParam,))
+    merged = trees.with_lora(trees.flat(nested(updates[1])), tunix, tree, 4.0)
     found = llm.params
     with engine({**FIRST, **tree.to_names(merged, is_part=True)}) as fresh:
         assert greedy(fresh) == greedy(llm)
         assert all(map(np.array_equal, jax.tree.leaves(fresh.params), jax.tree.leaves(found)))
     with pytest.raises(InvalidRequest, match="lora_alpha"):
-        ServedPolicy(llm).update(updates[0])
+        ServedPolicy(llm).update(nested(updates[0]))
 
 
 def test_a_refused_update_changes_nothing(policy: ServedPolicy) -> None:

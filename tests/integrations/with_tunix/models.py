@@ -103,9 +103,16 @@ def module_of(folder: Path, mesh: Any = None) -> nnx.Module:
 
 
 def scores_of(module: nnx.Module, prompts: Any, completions: Any, pad_id: int) -> np.ndarray:
-    """Return Tunix's own log-probabilities of completions."""
+    """Return Tunix's own log-probabilities of completions, row by row without padding at the left.
+
+    With such padding, the windows of its Gemma 2 cover other positions.
+    """
     graph, state = nnx.split(module)
-    scores = common.compute_per_token_logps(
-        graph, state, jnp.asarray(prompts), jnp.asarray(completions), pad_id, 3
-    )
-    return np.asarray(scores)
+    rows: list[np.ndarray] = []
+    for prompt, completion in zip(np.asarray(prompts), np.asarray(completions), strict=True):
+        body = jnp.asarray(prompt[np.argmax(prompt != pad_id) :])[None]
+        scores = common.compute_per_token_logps(
+            graph, state, body, jnp.asarray(completion)[None], pad_id, 3
+        )
+        rows.append(np.asarray(scores)[0])
+    return np.array(rows)

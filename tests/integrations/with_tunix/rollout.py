@@ -56,21 +56,24 @@ def check_scores(rollout: JaxserveRollout, output: Any) -> np.ndarray:
 
 
 def test_completions_are_those_of_the_engine(llm: LLM) -> None:
-    rollout = JaxserveRollout(tokenizer=TokenizerAdapter(tokenizer()), llm=llm)
-    assert isinstance(rollout, BaseRollout) and rollout.model() is None
-    assert (rollout.pad_id(), rollout.eos_id()) == (0, 3)
-    output = rollout.generate(PROMPTS, GREEDY)
-    sampling = SamplingParams(temperature=0, max_tokens=12)
-    expected = llm.generate(PROMPTS, sampling, use_tqdm=False)
-    assert output.text == [answer.outputs[0].text for answer in expected]
-    assert [row.tolist() for row in output.tokens] == [a.outputs[0].token_ids for a in expected]
-    for row, answer in zip(output.left_padded_prompt_tokens, expected, strict=True):
-        ids = answer.prompt_token_ids
-        assert row.tolist() == [0] * (32 - len(ids)) + ids
-    check_scores(rollout, output)
-    own = JaxserveRollout(llm=llm)  # with the engine's tokenizer
-    assert own.generate(PROMPTS, GREEDY).text == output.text
-    assert (own.pad_id(), own.eos_id()) == (0, 3)
+    """Tunix starts each prompt with BOS, the engine's own tokenizer does as its files say."""
+    encoder, sampling = TokenizerAdapter(tokenizer()), SamplingParams(temperature=0, max_tokens=12)
+    with_bos: Any = [{"prompt_token_ids": [1, *encoder.encode(text)]} for text in PROMPTS]
+    for rollout, prompts in (
+        (JaxserveRollout(tokenizer=encoder, llm=llm), with_bos),
+        (JaxserveRollout(tokenizer=tokenizer(), llm=llm), with_bos),
+        (JaxserveRollout(llm=llm), PROMPTS),
+    ):
+        assert isinstance(rollout, BaseRollout) and rollout.model() is None
+        assert (rollout.pad_id(), rollout.eos_id()) == (0, 3)
+        output = rollout.generate(PROMPTS, GREEDY)
+        answers = llm.generate(prompts, sampling, use_tqdm=False)
+        assert output.text == [answer.outputs[0].text for answer in answers]
+        assert [row.tolist() for row in output.tokens] == [a.outputs[0].token_ids for a in answers]
+        for row, answer in zip(output.left_padded_prompt_tokens, answers, strict=True):
+            ids = answer.prompt_token_ids
+            assert row.tolist() == [0] * (32 - len(ids)) + ids
+        check_scores(rollout, output)
 
 
 def test_sampled_completions(llm: LLM) -> None:
