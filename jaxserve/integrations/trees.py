@@ -25,7 +25,7 @@ from jaxserve.models.weight_names import of_layer
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.fused_parameters import by_path
 from jaxserve.weights.model_weights import filled, parameters_of
-from jaxserve.weights.traced import fused_tensors, replicated, values_of
+from jaxserve.weights.traced import arranged, replicated, values_of
 
 LORA_A, LORA_B = "_lora_a", "_lora_b"
 # Parameters of a multimodal model of Tunix that are not those of its text.
@@ -126,9 +126,12 @@ class Tree:
         """
         expected = {part.name: part.shape(self.dims) for part in self.table}
         _check("the names of Hugging Face", tensors, expected)
-        dtypes = {part.path: tensors[part.name].dtype for part in self.table}
-        parameters = {p: jax.ShapeDtypeStruct(shape, dtypes[p]) for p, shape in self.shapes.items()}
-        return fused_tensors(tensors, self.table, self.dims, parameters)
+        arrays = {name: replicated(array) for name, array in tensors.items()}
+        dtypes = {part.path: arrays[part.name].dtype for part in self.table}
+        parameters: dict[str, Any] = {
+            path: jax.ShapeDtypeStruct(shape, dtypes[path]) for path, shape in self.shapes.items()
+        }
+        return arranged(arrays, self.table, self.dims, parameters)
 
     def to_names(self, values: Mapping[str, Any], is_part: bool = False) -> dict[str, jax.Array]:
         """Return tensors by the names of Hugging Face from parameters by path.

@@ -7,7 +7,7 @@ the bits that `load_weights` reads from files of the same numbers, and can be di
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import prod
@@ -104,31 +104,31 @@ def values_of(
     plain = {name: e for name, e in stored.entries.items() if isinstance(e, ArrayEntry)}
     for name in (*stored.split.packed, *(stored.entries.keys() - plain.keys())):
         raise UnsupportedModel(f"params: {name!r} is quantized; allowed: arrays of floats")
-    tensors = {name: entry.values for name, entry in plain.items()}
-    return fused_tensors(tensors, stored.table, stored.dims, parameters)
+    tensors = {name: replicated(entry.values) for name, entry in plain.items()}
+    return arranged(tensors, stored.table, stored.dims, parameters)
 
 
-def fused_tensors(
-    tensors: Mapping[str, Any],
-    table: Iterable[WeightName],
+def arranged(
+    tensors: Mapping[str, jax.Array],
+    table: Sequence[WeightName],
     dims: Mapping[str, int],
-    parameters: Mapping[str, Any],
+    parameters: Parameters,
 ) -> dict[str, jax.Array]:
-    """Return the parameters of a tree of modules, by path, from the tensors that they consist of.
+    """Return parameters as plain arrays, by path, from the tensors that fill them.
 
     Args:
-        tensors: arrays by the names in `table`, which JAX may trace.
-        table: the tensors of all parameters.
+        tensors: arrays by the names of a checkpoint's files, of any float dtype.
+        table: all tensors of each parameter, next to each other.
         dims: sizes of the dimensions that the table names.
-        parameters: shape and dtype of each parameter, by path.
+        parameters: the parameters of the abstract model, by path, with the dtypes of the results.
     """
-    arrays: dict[str, Any] = {name: replicated(array) for name, array in tensors.items()}
     values: dict[str, jax.Array] = {}
     for path, parts in by_path(table).items():
         parameter = parameters[path]
         pieces: list[_Piece] = []
         for part in parts:
-            array: Any = part.arrange(arrays[part.name], dims).astype(parameter.dtype)
+            array: Any = tensors[part.name]
+            array = part.arrange(array, dims).astype(parameter.dtype)
             box = _box(part.index, parameter.shape)
             pieces.append((box, array.reshape([size for _, size in box])))
         values[path] = _joined(pieces)
