@@ -25,7 +25,7 @@ from jaxserve.integrations.trees import (
     tunix_tree,
     with_lora,
 )
-from jaxserve.pure import logprobs
+from jaxserve.pure.functions import logprobs
 from jaxserve.request import MAX_CHOICES, SamplingParams
 from jaxserve.weights.memory import parameters_of_state
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.typing import ArrayLike
 
 from jaxserve.engine.llm import LLM
 from jaxserve.errors import InvalidRequest
@@ -138,9 +139,9 @@ class JaxserveRollout(base_rollout.BaseRollout):
 
     def get_per_token_logps(
         self,
-        prompt_tokens: jax.Array,
-        completion_tokens: jax.Array,
-        completion_mask: jax.Array | None = None,
+        prompt_tokens: ArrayLike,
+        completion_tokens: ArrayLike,
+        completion_mask: ArrayLike | None = None,
     ) -> jax.Array:
         """Return the log-probability of each token of completions, float32[B, C], 0 beyond them.
 

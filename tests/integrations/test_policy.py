@@ -114,7 +114,7 @@ def test_scores_have_the_bits_of_the_rollout(policy: ServedPolicy) -> None:
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
+    tree: dict[Any, Any] = {}
     for path, array in values.items():
         *places, last = path.split(".")
         node = tree

@@ -13,7 +13,7 @@ from flax import nnx
 import jaxserve
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.integrations import trees
-from jaxserve.models import parse_model_config
+from jaxserve.models import parse_model_config, read_model_config
 from tests.integrations.families import FAMILIES, arrays_of, fields_of
 from tests.models.tiny_models import hugging_face_model, save
 from tests.weights.test_traced import FAMILIES as OTHERS
@@ -51,7 +51,7 @@ def test_a_decoder_of_other_families_gives_the_tensors_of_its_files(
     """Stacked tensors, experts, biases, latent attention and states."""
     case = OTHERS[family]
     save(case, hugging_face_model(case), tmp_path)
-    config, arrays = jaxserve.models.read_model_config(tmp_path), tensors_of(tmp_path)
+    config, arrays = read_model_config(tmp_path), tensors_of(tmp_path)
     state = trees.decoder_from_names(arrays, config, jnp.float32)
     found = trees.names_from_decoder(state, config, jnp.float32)
     equal({n: np.asarray(arrays[n], np.float32).reshape(found[n].shape) for n in found}, found)

@@ -42,7 +42,8 @@ def environment(folder: Path) -> Path:
     print(f"installing Tunix beside jaxserve into {folder} (once; a few minutes)", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     for step in steps:
-        arguments = [python, "-m", *shlex.split(step), "-qq", "--no-compile"]
+        # Isolated, so that no other environment is on the path.
+        arguments = [python, "-I", "-m", *shlex.split(step), "-qq", "--no-compile"]
         subprocess.run(arguments, cwd=ROOT, check=True)
     stamp.write_text(digest)
     return python

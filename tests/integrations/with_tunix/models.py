@@ -96,7 +96,7 @@ def config_of(fields: dict[str, Any]) -> tuple[Any, Any]:
             ), gemma3_params
 
 
-def module_of(folder: Path, mesh: Any = None) -> nnx.Module:
+def module_of(folder: Path, mesh: Any = None) -> Any:
     """Return Tunix's module of a checkpoint, in float32."""
     config, params = config_of(json.loads((folder / "config.json").read_text()))
     return params.create_model_from_safe_tensors(str(folder), config, mesh, jnp.float32)
