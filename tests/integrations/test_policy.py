@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.execution.typed_jax import CompileCounter
 from jaxserve.integrations import trees
 from jaxserve.integrations.policy import ServedPolicy
 from jaxserve.models import parse_model_config
@@ -204,3 +205,11 @@ def test_tunix_is_required_by_its_module_alone() -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: jaxserve.integrations.tunix needs Google's Tunix; install")
     assert "pip install google-tunix==0.1.7" in last
+
+
+def test_an_engine_closes_after_another_library_removed_its_listener() -> None:
+    """Tunix removes all listeners of JAX at the end of a training."""
+    counter = CompileCounter()
+    jax.monitoring.unregister_event_duration_listener(counter._listener)
+    counter.close()
+    counter.close()
