@@ -154,6 +154,7 @@ def test_lora_parameters_are_merged_into_the_first_weights(llm: LLM) -> None:
     """The base is that of the first update, in the actor or in the engine."""
     llm.update_weights(FIRST)
     tunix = trees.tunix_from_names(FIRST, CONFIG)
+    others = trees.tunix_from_names(SECOND, CONFIG)
     tree, generator = trees.tunix_tree(CONFIG), np.random.default_rng(5)
     path = "layers.1.attn.q_proj.w"
 
@@ -166,8 +167,8 @@ def test_lora_parameters_are_merged_into_the_first_weights(llm: LLM) -> None:
 
     policy, updates = ServedPolicy(llm, lora_alpha=4.0), [lora(), lora()]
     for update in updates:
-        # The types select the update.
-        policy.update(nnx.State(nested({**tunix, **update})), (nnx.LoRAParam,))
+        # The types leave out the other parameters, which have other values here.
+        policy.update(nnx.State(nested({**others, **update})), (nnx.LoRAParam,))
     merged = trees.with_lora(trees.flat(nested(updates[1])), tunix, tree, 4.0)
     found = llm.params
     with engine({**FIRST, **tree.to_names(merged, is_part=True)}) as fresh:
@@ -183,9 +184,9 @@ def test_a_refused_update_changes_nothing(policy: ServedPolicy) -> None:
     name = "layers.1.mlp.up_proj.kernel"
     infinite = {**tunix, name: jnp.full_like(tunix[name], jnp.inf)}
     for params, error in (
+        (infinite, InvalidRequest),
         ({**tunix, name: tunix[name].T}, CheckpointError),
         ({**tunix, "layers.1.x": tunix[name]}, CheckpointError),
-        (infinite, InvalidRequest),
         ({"layers.0.x_lora_a": tunix[name]}, InvalidRequest),
     ):
         with pytest.raises(error):
