@@ -147,7 +147,7 @@ class Tree:
         parts: dict[str, dict[tuple[int, int], Any]] = {}
         for part in self.table:
             if part.path in values:
-                value = replicated(values[part.path])[part.index]
+                value: Any = replicated(values[part.path])[part.index]
                 place = (part.rows[0] if part.rows is not None else 0, part.part)
                 parts.setdefault(part.name, {})[place] = part.restore(value, self.dims)
         return {

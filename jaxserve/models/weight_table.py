@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import EllipsisType
-from typing import Any
 
 import numpy as np
 
@@ -98,7 +97,7 @@ class WeightName:
         whole = next(self.blocks(dims, tensor.size))
         return whole.arrange(tensor[slice(*whole.rows)])
 
-    def restore(self, values: Any, dims: Mapping[str, int]) -> Any:
+    def restore(self, values: np.ndarray, dims: Mapping[str, int]) -> np.ndarray:
         """Return the tensor, or its stacked part, whose `arrange` returns the given values.
 
         Args:
