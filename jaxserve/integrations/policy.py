@@ -48,7 +48,7 @@ class Samples:
 
 
 class ServedPolicy:
-    """An engine whose weights are those of a trainer's model.
+    """An engine that serves the weights of a trainer's model.
 
     Args:
         llm: the engine.
@@ -185,7 +185,7 @@ class ServedPolicy:
             InvalidRequest, CheckpointError, UnsupportedModel: the weights do not fit the model. The
                 message names a tensor, and the engine keeps its weights.
         """
-        # Trainers forbid transfers while they hand over weights, also those from the host.
+        # Trainers forbid transfers between host and devices while they hand over weights.
         with jax.transfer_guard("allow"):
             if filter_types is not None and isinstance(params, nnx.State):
                 params = nnx.filter_state(params, nnx.filterlib.Any(*filter_types))

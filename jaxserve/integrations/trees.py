@@ -28,7 +28,7 @@ from jaxserve.weights.model_weights import filled, parameters_of
 from jaxserve.weights.traced import arranged, replicated, values_of
 
 LORA_A, LORA_B = "_lora_a", "_lora_b"
-# Parameters of a multimodal model of Tunix that are not those of its text.
+# Paths of parameters of a multimodal model of Tunix that its text does not use.
 TOWERS = ("vision_encoder.", "embedder.mm_")
 
 _MLP = (
@@ -89,7 +89,7 @@ _GEMMA3 = (
     WeightName("self_attn.q_norm.weight", "H -> H", "attn._query_norm.scale"),
     WeightName("self_attn.k_norm.weight", "H -> H", "attn._key_norm.scale"),
 )
-# Tensors of one layer by architecture: those of Tunix's llama3, qwen2, qwen3, gemma and gemma3.
+# Tensors of one layer by architecture, for Tunix's modules llama3, qwen2, qwen3, gemma and gemma3.
 TUNIX: Mapping[str, tuple[WeightName, ...]] = MappingProxyType(
     {
         "LlamaForCausalLM": _LLAMA,
@@ -347,15 +347,15 @@ def _axes(table: Iterable[WeightName]) -> dict[str, tuple[list[str], list[str]]]
 
     They are in the order of the parameter. "Parts" are the tensors in one parameter.
     """
-    found: dict[str, tuple[list[str], list[str]]] = {}
+    sides: dict[str, tuple[list[str], list[str]]] = {}
     for part in table:
-        left, right = (side.strip() for side in part.layout.split("->"))
-        axes = right.split()
+        stored, arranged_as = (side.strip() for side in part.layout.split("->"))
+        axes = arranged_as.split()
         if len(axes) > 1:
-            inputs = left.removesuffix(")").rpartition("(" if left.endswith(")") else " ")[2]
+            inputs = stored.removesuffix(")").rpartition("(" if stored.endswith(")") else " ")[2]
             order = axes if part.index == (...,) else ["Parts", *axes]
-            found[part.path] = ([axis for axis in axes if axis in inputs.split()], order)
-    return found
+            sides[part.path] = ([axis for axis in axes if axis in inputs.split()], order)
+    return sides
 
 
 def _rows(layer: Iterable[WeightName], config: ModelConfig) -> Iterable[WeightName]:

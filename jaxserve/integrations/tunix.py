@@ -43,7 +43,7 @@ class _OwnTokenizer:
         return self._tokenizer.eos_token_id
 
     def pad_id(self) -> int:
-        """Return the padding token, or the end token if there is none, as Tunix does."""
+        """Return the padding token, by default the end token, as Tunix does."""
         text = self._tokenizer.special_names.get("pad_token")
         number = None if text is None else self._tokenizer.token_id(text)
         return self.eos_id() if number is None else number
@@ -61,9 +61,8 @@ class JaxserveRollout(base_rollout.BaseRollout):
         tokenizer: a tokenizer that Tunix accepts, or None for the engine's own.
         mesh: devices of the rollouts, which Tunix passes. The engine has devices of its own.
         rollout_config: settings of scores before the first call of `generate`.
-        llm: the engine. Its setting `logprobs_mode` decides whether log-probabilities are those of
-            the model ("raw_logprobs"), or those after temperature, top_p and top_k
-            ("processed_logprobs").
+        llm: the engine. Its setting `logprobs_mode` selects log-probabilities of the model
+            ("raw_logprobs"), or after temperature, top_p and top_k ("processed_logprobs").
         lora_alpha: the factor that LoRA calls alpha, for models with LoRA parameters.
 
     Raises:
@@ -105,7 +104,7 @@ class JaxserveRollout(base_rollout.BaseRollout):
         Args:
             prompts: the texts. Tokens of a given tokenizer start with one BOS token.
             rollout_config: temperature, top_p, top_k, max_tokens_to_generate, eos_tokens, seed,
-                max_prompt_length and return_logprobs are used. Other fields are those of other
+                max_prompt_length and return_logprobs are used. Other fields concern other
                 engines. With a seed, equal prompts have different completions.
             **kwargs: further fields of `SamplingParams`.
 
@@ -199,14 +198,14 @@ class JaxserveRollout(base_rollout.BaseRollout):
         if tokenizer is not None:
             is_adapted = isinstance(tokenizer, TokenizerAdapter)
             return tokenizer if is_adapted else TokenizerAdapter(tokenizer)
-        own = self._llm.get_tokenizer()
-        if own is None or own.eos_token_id is None:
+        served = self._llm.get_tokenizer()
+        if served is None or served.eos_token_id is None:
             raise InvalidRequest(
                 "tokenizer is None, and the engine has no tokenizer with an end token; allowed: a "
                 "tokenizer of Transformers, or one that Tunix accepts",
                 "tokenizer",
             )
-        return _OwnTokenizer(own)
+        return _OwnTokenizer(served)
 
     def _encode(self, prompt: str) -> list[int]:
         # As in Tunix's samplers.
