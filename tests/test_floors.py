@@ -38,6 +38,7 @@ FLOORS = {
     "jaxserve.pure": 5,
     "jaxserve.start": 5,
     "jaxserve.engine": 6,
+    "jaxserve.integrations": 7,
     "jaxserve.server": 7,
     "jaxserve.fleet": 8,
     "jaxserve.ray_app": 9,
@@ -54,9 +55,10 @@ SEAM = tuple(f"jaxserve.scheduling.{name}" for name in ("plan", "logprobs", "slo
 HOMES = {
     "jax": (
         *("pallas_kernels", "jaxserve.models", "jaxserve.weights", "jaxserve.execution"),
-        *("jaxserve.pure", "jaxserve.start"),
+        *("jaxserve.pure", "jaxserve.start", "jaxserve.integrations"),
     ),
     "starlette": ("jaxserve.server", "jaxserve.fleet"),
+    "tunix": ("jaxserve.integrations.tunix",),
     "ray": ("jaxserve.fleet", "jaxserve.ray_app"),
     "python_multipart": ("jaxserve.server.api.upload",),
     "uvicorn": ("jaxserve.server",),

@@ -31,6 +31,7 @@ PAGES: dict[str, int | None] = {
     "jaxserve/scheduling/README.md": 60,
     "jaxserve/server/README.md": 80,
     "jaxserve/start/README.md": 60,
+    "jaxserve/integrations/README.md": 60,
     "jaxserve/pure/README.md": 60,
     "jaxserve/weights/README.md": 60,
     "jaxserve/settings/README.md": 60,

@@ -23,7 +23,6 @@ from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.request import Request, SamplingParams
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loaded import Loaded
-from jaxserve.start.plan.limits import Limits
 from jaxserve.start.plan.memory import room_of
 
 T = TypeVar("T")
@@ -321,16 +320,6 @@ class AsyncLLM(EngineOwner):
         A large value shows that the engine hangs within a step.
         """
         return self._thread.standstill()
-
-    @property
-    def config(self) -> EngineConfig:
-        """The engine's settings, with automatic values replaced by the values in use."""
-        return self._thread.engine.config
-
-    @property
-    def limits(self) -> Limits:
-        """The engine's limits for requests, such as the vocabulary size and the context length."""
-        return self._thread.engine.limits
 
     @property
     def cache_tokens(self) -> int:

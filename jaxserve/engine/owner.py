@@ -17,10 +17,12 @@ from jaxserve.engine.thread import EngineThread
 from jaxserve.engine.weights import WeightUpdates, check_mode
 from jaxserve.errors import EngineAsleep, InvalidRequest
 from jaxserve.execution.runner import OnProgress
+from jaxserve.models import ModelConfig
 from jaxserve.request import Request, SamplingParams
 from jaxserve.settings.compat import served
 from jaxserve.settings.config import EngineConfig
 from jaxserve.start.loaded import Loaded
+from jaxserve.start.plan.limits import Limits
 from jaxserve.start.sources.params import params_source
 from jaxserve.start.start import load
 from jaxserve.start.weights import place
@@ -69,9 +71,48 @@ class EngineOwner:
         return cls(load(resolved, source=source))
 
     @property
+    def config(self) -> EngineConfig:
+        """The engine's settings, with automatic values replaced by the values in use."""
+        return self._thread.engine.config
+
+    @property
+    def limits(self) -> Limits:
+        """The engine's limits for requests, such as the vocabulary size and the context length."""
+        return self._thread.engine.limits
+
+    @property
     def weights_version(self) -> str:
         """The version of the weights: "0" for those of the start, otherwise named by an update."""
         return self._thread.engine.weights_version
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Configuration of the model, as `jaxserve.logprobs` takes it."""
+        plan = self._thread.engine.loaded.plan
+        assert plan is not None
+        return plan.model_config
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of activations, and of weights that are not quantized, as a NumPy dtype."""
+        plan = self._thread.engine.loaded.plan
+        assert plan is not None
+        return plan.dtype
+
+    @property
+    def params(self) -> Any:
+        """The weights as `flax.nnx.state` of a Decoder, for `jaxserve.logprobs` or `from_params`.
+
+        The arrays are the engine's own, in its layout. An update of weights does not change them.
+
+        Raises:
+            EngineAsleep: the engine dropped its weights in `sleep` at level 2.
+        """
+        engine = self._thread.engine
+        assert engine.loaded.plan is not None
+        if not engine.runner.leaves:
+            raise EngineAsleep("the engine dropped its weights; it has none before wake_up")
+        return engine.loaded.plan.model.state_of(engine.runner.leaves)
 
     @property
     def is_paused(self) -> bool:

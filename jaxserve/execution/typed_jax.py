@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 import jax
@@ -96,7 +97,11 @@ class CompileCounter:
             self.num_compiles += 1
 
     def close(self) -> None:
-        """Stop counting compilations, and unregister the listener from JAX. Idempotent."""
+        """Stop counting compilations, and unregister the listener from JAX. Idempotent.
+
+        Another library may have removed all listeners with `jax.monitoring.clear_event_listeners`.
+        """
         listener, self._listener = self._listener, None
         if listener is not None:
-            jax.monitoring.unregister_event_duration_listener(listener)
+            with suppress(AssertionError):
+                jax.monitoring.unregister_event_duration_listener(listener)

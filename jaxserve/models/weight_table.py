@@ -97,6 +97,18 @@ class WeightName:
         whole = next(self.blocks(dims, tensor.size))
         return whole.arrange(tensor[slice(*whole.rows)])
 
+    def restore(self, values: np.ndarray, dims: Mapping[str, int]) -> np.ndarray:
+        """Return the tensor, or its stacked part, whose `arrange` returns the given values.
+
+        Args:
+            values: an array of NumPy or JAX in the parameter's dimension order.
+            dims: size of each letter of the layout (see `dimensions`).
+        """
+        whole = next(self.blocks(dims, values.size))
+        ordered = values.reshape([whole.sizes[axis] for axis in whole.order])
+        ordered = ordered.transpose([whole.order.index(axis) for axis in range(ordered.ndim)])
+        return ordered.reshape(whole.rows[1] - whole.rows[0], *self.shape(dims)[1:])
+
     def blocks(self, dims: Mapping[str, int], max_values: int) -> Iterator[Block]:
         """Yield Blocks that divide the tensor, or its stacked part, along its first dimension.
 

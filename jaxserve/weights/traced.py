@@ -104,7 +104,7 @@ def values_of(
     plain = {name: e for name, e in stored.entries.items() if isinstance(e, ArrayEntry)}
     for name in (*stored.split.packed, *(stored.entries.keys() - plain.keys())):
         raise UnsupportedModel(f"params: {name!r} is quantized; allowed: arrays of floats")
-    tensors = {name: _replicated(entry.values) for name, entry in plain.items()}
+    tensors = {name: replicated(entry.values) for name, entry in plain.items()}
     return arranged(tensors, stored.table, stored.dims, parameters)
 
 
@@ -184,7 +184,7 @@ def _of_state(state: nnx.State, parameters: Parameters) -> dict[str, jax.Array]:
 def _plain(path: str, value: Any, parameter: nnx.Param[jax.Array]) -> jax.Array:
     # The value of a parameter in a state, without panels.
     if not isinstance(value, PLACED):
-        return _replicated(value)
+        return replicated(value)
     if not isinstance(value, PlacedWeight) or value.form != FULL:
         form = value.form if isinstance(value, PlacedWeight) else type(value).__name__
         raise UnsupportedModel(f"params: {path} is quantized ({form}); allowed: arrays of floats")
@@ -194,7 +194,7 @@ def _plain(path: str, value: Any, parameter: nnx.Param[jax.Array]) -> jax.Array:
     return matrices.reshape(parameter.shape)
 
 
-def _replicated(array: Any) -> jax.Array:
+def replicated(array: Any) -> jax.Array:
     """Return an array that no explicit mesh axis divides, so that it can be reshaped."""
     array = jnp.asarray(array)
     sharding = jax.typeof(array).sharding

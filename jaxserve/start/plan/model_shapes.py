@@ -53,13 +53,21 @@ class ModelShapes:
         """Return the shapes of the model's arrays, with shardings over `mesh` unless it is None."""
         return self.leaves if mesh is None else placed_arguments(mesh, self.leaves)
 
+    def state_of(self, leaves: list[jax.Array]) -> Any:
+        """Return Flax's state of a model with these shapes.
+
+        Args:
+            leaves: the model's arrays, in the order in which programs take them.
+        """
+        return jax.tree.unflatten(self.treedef, leaves)
+
     def values(self, leaves: list[jax.Array]) -> dict[str, Any]:
         """Return the values of the parameters of a model with these shapes, by path.
 
         Args:
             leaves: the model's arrays, in the order in which programs take them.
         """
-        return parameters_of_state(jax.tree.unflatten(self.treedef, leaves))
+        return parameters_of_state(self.state_of(leaves))
 
     def with_values(
         self, leaves: list[jax.Array] | None, values: Mapping[str, Any]

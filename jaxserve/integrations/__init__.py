@@ -1,0 +1,1 @@
+"""Rollouts by jaxserve in trainers of other projects."""
