@@ -114,11 +114,14 @@ def hidden_states(
         [B, L, D] after the final norm without `layers`, else [layers, B, L, D].
 
     Raises:
-        InvalidRequest: a number in `layers` is out of range. See `logprobs` for other errors.
+        InvalidRequest: `layers` is empty, or a number is out of range. See `logprobs` for other
+            errors.
     """
     tokens, lengths = _checked(tokens, lengths)
     described = _described(params, config, dtype, max_model_len)
     last = described[0].num_hidden_layers
+    if layers is not None and not len(layers):
+        raise InvalidRequest("layers is empty; allowed: at least one number, or None", "layers")
     for layer in layers or ():
         if not -last - 1 <= layer <= last:
             raise InvalidRequest(f"layers has {layer}; allowed: {-last - 1} to {last}", "layers")

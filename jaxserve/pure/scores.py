@@ -136,7 +136,7 @@ class Scorer:
             by_weight, by_hidden = backward(change)
             return total + by_weight, by_hidden
 
-        size = min(BACKWARD_BLOCK, -(-len(targets) // BLOCK) * BLOCK)
+        size = min(BACKWARD_BLOCK, max(-(-len(targets) // BLOCK), 1) * BLOCK)
         blocks = *_blocks(hidden, targets, size), _in_blocks(g, size)
         zeros = varying_as(jnp.zeros_like(wide), wide, blocks)
         total, by_hidden = lax.scan(block, zeros, blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -76,6 +77,7 @@ def test_wrong_arguments_are_refused(model: Any) -> None:
         (TOKENS.astype(np.float32), LENGTHS, {}, "tokens is float32"),
         (TOKENS, (20,), {}, "tokens and lengths have shapes"),
         (TOKENS, LENGTHS, {"layers": (7,)}, "layers has 7; allowed: -3 to 2"),
+        (TOKENS, LENGTHS, {"layers": ()}, "layers is empty"),
     ]
     for tokens, lengths, options, message in bad:
         with pytest.raises(InvalidRequest, match=message):
@@ -85,3 +87,13 @@ def test_wrong_arguments_are_refused(model: Any) -> None:
     quantized = load_weights(folder, read_model_config(folder), np.float32, quantization="int8")
     with pytest.raises(UnsupportedModel, match=r"layers\.0\.attention\.out is quantized"):
         pure.logprobs(nnx.state(quantized), TOKENS, LENGTHS, folder)
+
+
+def test_rows_of_one_token_have_no_log_probabilities(model: Any) -> None:
+    folder, params, _ = model
+
+    def total(params: Any) -> Any:
+        return pure.logprobs(params, TOKENS[:, :1], LENGTHS * 0 + 1, folder).sum()
+
+    value, gradient = jax.value_and_grad(total)(params)
+    assert value == 0 and not any(np.any(leaf) for leaf in gradient.values())
