@@ -148,7 +148,7 @@ def _logprobs(
     targets = jnp.where(is_real, tokens[:, 1:], -1).reshape(-1)
     scorer = Scorer(config.scales, processing)
     project = model.embedding.project[...]
-    found = scorer.scores(project, hidden.reshape(len(targets), -1), targets)
+    found = scorer.scores(project, hidden.reshape(-1, hidden.shape[-1]), targets)
     return found.reshape(is_real.shape)
 
 
