@@ -185,6 +185,7 @@ SCHEDULE_BUGS = (
         SCHEDULER,
         "free // table.num_parts * size if fits or num_running == 0 else 0",
         "free // table.num_parts * size",
+        only_slow=True,
     ),
     Bug(
         "a blocked sequence waits until all have ended",
@@ -252,12 +253,14 @@ SCHEDULE_BUGS = (
         SIBLINGS,
         "if sequence.index == 0 or not self._enabled:",
         "if sequence.index >= 0:",
+        only_slow=True,
     ),
     Bug(
         "completions wait without a prefix cache",
         SIBLINGS,
         "if sequence.index == 0 or not self._enabled:",
         "if sequence.index == 0:",
+        only_slow=True,
     ),
     Bug(
         "a token is drawn beyond the last",

@@ -174,6 +174,7 @@ POOL_BUGS = (
         INDEX,
         "in_its_way = self._tags.take(cell)",
         "in_its_way = np.zeros(len(cell), np.uint32)",
+        only_slow=True,
     ),
     Bug(
         "of pages that would take one cell all but one are forgotten",
