@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxserve.errors import CheckpointError, UnsupportedModel
 from jaxserve.models import Decoder, ModelConfig, abstract_model
 from jaxserve.models.placed_weight import FULL, PlacedWeight
-from jaxserve.models.weight_table import Index
+from jaxserve.models.weight_table import Index, WeightName
 from jaxserve.weights.fused_parameters import by_path
 from jaxserve.weights.layouts import PLACED, number_panels, panel_axes
 from jaxserve.weights.memory import ArrayEntry, parameters_of_state
@@ -105,13 +105,30 @@ def values_of(
     for name in (*stored.split.packed, *(stored.entries.keys() - plain.keys())):
         raise UnsupportedModel(f"params: {name!r} is quantized; allowed: arrays of floats")
     tensors = {name: _replicated(entry.values) for name, entry in plain.items()}
+    return arranged(tensors, stored.table, stored.dims, parameters)
+
+
+def arranged(
+    tensors: Mapping[str, jax.Array],
+    table: Sequence[WeightName],
+    dims: Mapping[str, int],
+    parameters: Parameters,
+) -> dict[str, jax.Array]:
+    """Return parameters as plain arrays, by path, from the tensors that fill them.
+
+    Args:
+        tensors: arrays by the names of a checkpoint's files, of any float dtype.
+        table: all tensors of each parameter, next to each other.
+        dims: sizes of the dimensions that the table names.
+        parameters: the parameters of the abstract model, by path, with the dtypes of the results.
+    """
     values: dict[str, jax.Array] = {}
-    for path, parts in by_path(stored.table).items():
+    for path, parts in by_path(table).items():
         parameter = parameters[path]
         pieces: list[_Piece] = []
         for part in parts:
             array: Any = tensors[part.name]
-            array = part.arrange(array, stored.dims).astype(parameter.dtype)
+            array = part.arrange(array, dims).astype(parameter.dtype)
             box = _box(part.index, parameter.shape)
             pieces.append((box, array.reshape([size for _, size in box])))
         values[path] = _joined(pieces)

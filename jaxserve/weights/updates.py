@@ -20,7 +20,7 @@ from jaxserve.models.weight_table import WeightName
 from jaxserve.weights.block_copy import all_finite
 from jaxserve.weights.fused_parameters import by_path, contracted, holds_experts
 from jaxserve.weights.layouts import output_major
-from jaxserve.weights.memory import NAME
+from jaxserve.weights.memory import NAME, ArrayEntry
 from jaxserve.weights.model_weights import (
     parameters_of,
     read_plain,
@@ -29,6 +29,7 @@ from jaxserve.weights.placement import Placement
 from jaxserve.weights.safetensors import read_tensor
 from jaxserve.weights.shapes import DeviceLayout
 from jaxserve.weights.tensors import StoredTensors, open_arrays
+from jaxserve.weights.traced import arranged
 
 HEADER_BYTES = 512
 """Most bytes for the entry of a tensor in headers of safetensors files, on average."""
@@ -56,6 +57,9 @@ class ParameterReader:
         self._config, self._layout = config, layout
         self._parameters = parameters_of(abstract_model(config, dtype))
         self._placement = Placement(config, self._parameters, form, layout.panels, mesh)
+        # Panels and quantization pass through the host.
+        self._stays_on_device = not (form or layout.panels or mesh)
+        self._programs: dict[tuple[str, ...], Any] = {}  # by the names of the tensors
 
     @property
     def num_bytes(self) -> int:
@@ -98,10 +102,41 @@ class ParameterReader:
                 whole += parts
             else:
                 values[path] = self._replaced(path, parts, stored, current[path])
-        values |= dict(read_plain(whole, stored.entries, stored.dims, self._placement))
+        if self._stays_on_device and _are_beside(stored, jax.tree.leaves(dict(current))):
+            values |= self._copied(whole, stored)
+        else:
+            values |= dict(read_plain(whole, stored.entries, stored.dims, self._placement))
         if self._layout.output_rows and self._placement.mesh is None:
             values = {path: output_major(value) for path, value in values.items()}
         return jax.block_until_ready(values)
+
+    def _copied(self, table: Sequence[WeightName], stored: StoredTensors) -> dict[str, jax.Array]:
+        """Return new values of parameters from arrays on the device, in one program.
+
+        Args:
+            table: all tensors of these parameters.
+            stored: has the tensors as arrays of JAX on the model's device.
+
+        Raises:
+            CheckpointError: values are not finite in the dtype of the parameter.
+        """
+        names = tuple(dict.fromkeys(part.name for part in table))
+        if not names:
+            return {}
+        dims, parameters = stored.dims, self._parameters
+
+        def copy(arrays: list[jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
+            tensors = dict(zip(names, arrays, strict=True))
+            cast = [tensors[part.name].astype(parameters[part.path].dtype) for part in table]
+            finite = jnp.stack([jnp.isfinite(array).all() for array in cast])
+            return arranged(tensors, table, dims, parameters), finite
+
+        program = self._programs.setdefault(names, jax.jit(copy))
+        values, finite = program([_array_of(stored, name) for name in names])
+        for part, is_finite in zip(table, finite.tolist(), strict=True):
+            if not is_finite:
+                raise CheckpointError(_not_finite(stored, part, parameters[part.path].dtype))
+        return values
 
     def _is_whole(self, path: str, parts: Sequence[WeightName]) -> bool:
         shape = self._parameters[path].shape
@@ -126,10 +161,7 @@ class ParameterReader:
                 new[part.index] = part.arrange(tensor, stored.dims)
             mask[part.index] = ~mask.dtype.type(0)
             if not all_finite(np.ascontiguousarray(new[part.index])):
-                raise CheckpointError(
-                    f"{where}: tensor {part.name!r} holds NaN or infinity, or values too large "
-                    f"for {new.dtype}"
-                )
+                raise CheckpointError(_not_finite(stored, part, new.dtype))
         value: Any = placement.quantized(path, new)
         if isinstance(value, np.ndarray):
             bits: Any = mask.view(new.dtype)
@@ -147,6 +179,25 @@ class ParameterReader:
                 "allowed: all tensors of the parameter together"
             )
         return jax.tree.map(_merged, current, placed, placement.placed(path, bits))
+
+
+def _are_beside(stored: StoredTensors, leaves: list[jax.Array]) -> bool:
+    """Return whether tensors are arrays of JAX on the one device of a model's arrays."""
+    devices = leaves[0].devices() if leaves else None
+    arrays = [_array_of(stored, name) for name in stored.entries]
+    return all(isinstance(array, jax.Array) and array.devices() == devices for array in arrays)
+
+
+def _not_finite(stored: StoredTensors, part: WeightName, dtype: DTypeLike) -> str:
+    return (
+        f"{stored.opened.directory}: tensor {part.name!r} holds NaN or infinity, or values too "
+        f"large for {np.dtype(dtype)}"
+    )
+
+
+def _array_of(stored: StoredTensors, name: str) -> Any:
+    entry = stored.entries[name]
+    return entry.values if isinstance(entry, ArrayEntry) else None
 
 
 def _mask_of(value: PlacedWeight, mask: np.ndarray, contract: int, has_experts: bool) -> Any:

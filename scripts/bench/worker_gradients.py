@@ -21,6 +21,7 @@ Step = Callable[[], tuple[float, float]]
 
 def in_jax(folder: Path, tokens: np.ndarray) -> Step:
     """Return a function that computes the value, and the norm of its derivatives."""
+    # Each engine is imported in a process of its own, whose peak memory is measured.
     from jaxserve.settings.environment import prepare_process
 
     prepare_process()
@@ -50,6 +51,7 @@ def in_jax(folder: Path, tokens: np.ndarray) -> Step:
 
 def in_torch(folder: Path, tokens: np.ndarray) -> Step:
     """Return a function that computes the value, and the norm of its derivatives."""
+    # See `in_jax`.
     import torch
     from transformers import AutoModelForCausalLM
 

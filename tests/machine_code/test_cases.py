@@ -126,7 +126,7 @@ def test_random_cases_are_the_same_again_and_computable() -> None:
         assert from_description(json.loads(json.dumps(case.describe()))) == case
         if case.family not in WITH_NAN:
             assert all(np.isfinite(array).all() for array in case.expected()), case
-    assert len(kinds) == 15
+    assert len(kinds) == 16
 
 
 def test_every_case_is_itself_after_it_was_described() -> None:

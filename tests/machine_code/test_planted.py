@@ -36,6 +36,7 @@ CASES = (
     "few_rows-bf16-silu",
     "causal_conv-f32-plain",
     "state_chunks-delta-bf16-uneven",
+    "channel_chunks-bf16-bound-uneven",
     "state_steps-delta-bf16",
     "latent-bf16-32",
 )

@@ -1,5 +1,7 @@
 """Weights in memory: models and new values from arrays, against the same tensors in files."""
 
+import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,34 @@ def test_new_values_are_those_of_a_fresh_model(
     changed = {**current, **reader.read(some, current)}
     assert_same(changed, values_of(first | some, config, **options))
     assert any(len(parts) for parts in changed)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_arrays_on_the_device_of_the_model_stay_there(
+    case: str, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without panels and quantization, as on a GPU."""
+    config, dtype_ = config_of(case), jnp.dtype(dtype)
+    first, second = random_tensors(config, 0), random_tensors(config, 1)
+    options: Any = {"dtype": dtype_, "panels": False}
+    want, current = (values_of(tensors, config, **options) for tensors in (second, first))
+    current = jax.tree.map(jnp.asarray, current)
+    reader = ParameterReader(config, dtype_, None, DeviceLayout(), None)
+    on_device = {name: jnp.asarray(array) for name, array in second.items()}
+    monkeypatch.setattr("jaxserve.weights.memory.on_host", None)
+    got = reader.read(on_device, current)
+    assert_same(got, want)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        reader.read(on_device, current)
+    assert "ompil" not in caplog.text
+    for array in on_device.values():
+        array.delete()  # as donation does
+    assert_same(got, want)
+    name = list(second)[-1]
+    wrong = {name: jnp.full(second[name].shape, jnp.nan)}
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)}.*NaN"):
+        reader.read(wrong, current)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
