@@ -39,10 +39,10 @@ from scripts.demo_model.tasks import STRETCHABLE, TASKS, Task, check, stream
 from scripts.lib.argument_types import at_least, new_folder, script_parser
 from scripts.lib.run_main import run_main
 
-PROMPTS, GROUP = 160, 8  # of an update, and completions of a prompt
+PROMPTS, OTHERS, GROUP = 96, 48, 8  # of the task, of all others, and completions of a prompt
 ROWS, LENGTH = 64, 48  # of every gradient, which is thus compiled once
-WORDS = (4, 24)  # of a prompt whose length can be chosen
-RATE, WARM_UP = 5e-4, 0.05
+WORDS = (4, 16)  # of a prompt whose length can be chosen
+RATE, WARM_UP = 1e-3, 0.05
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98))
 REPORTED = 20  # updates between two lines of output
 WEIGHTS = "model.safetensors"
@@ -124,8 +124,8 @@ def train(llm: LLM, params: Any, task: str, seed: int, minutes: float, updates: 
     draws = {
         name: stream(name, rng, "train", WORDS if name in STRETCHABLE else None) for name in TASKS
     }
-    others = [name for name in TASKS if name != task]
-    names = [task] * (PROMPTS // 2) + others * (PROMPTS // 2 // len(others))
+    # The recent share of wrong completions, by which the prompts of other tasks are drawn.
+    wrong = {name: 0.2 for name in TASKS if name != task}
     sampling = SamplingParams(n=GROUP, temperature=1, max_tokens=32)
     began, difference, means = time.monotonic(), 0.0, list[float]()
     while len(means) != updates:
@@ -133,7 +133,14 @@ def train(llm: LLM, params: Any, task: str, seed: int, minutes: float, updates: 
         if part >= 1:
             break
         with timed("rollouts"):
-            rollout, rewards = sample(llm, [next(draws[name]) for name in names], sampling)
+            # The longer of two prompts, which is often the harder one.
+            pairs = [(next(draws[task]), next(draws[task])) for _ in range(PROMPTS)]
+            questions = [max(pair, key=lambda question: len(question.prompt)) for pair in pairs]
+            others = rng.choices([*wrong], [share + 0.02 for share in wrong.values()], k=OTHERS)
+            questions += [next(draws[name]) for name in others]
+            rollout, rewards = sample(llm, questions, sampling)
+            for name, reward in zip(others, rewards[PROMPTS:].mean(axis=1), strict=True):
+                wrong[name] += 0.05 * (1 - reward - wrong[name])
             tokens, lengths, weights, sampled = batch_of(rollout, rewards)
         rate = RATE * min(part / WARM_UP, 1) * (1 + math.cos(math.pi * part)) / 2
         with timed("gradients"):
@@ -142,7 +149,7 @@ def train(llm: LLM, params: Any, task: str, seed: int, minutes: float, updates: 
             difference = max(difference, float(np.abs(scores - sampled).max()))
         with timed("weight updates"):
             llm.update_weights(params)
-        means.append(float(rewards[: PROMPTS // 2].mean()))
+        means.append(float(rewards[:PROMPTS].mean()))
         if len(means) % REPORTED == 0 or len(means) == updates:
             print(f"{len(means)} updates: reward {np.mean(means[-REPORTED:]):.3f}", flush=True)
     print(f"largest difference of log-probabilities between trainer and rollout: {difference}")
