@@ -40,13 +40,13 @@ PRINTS = {
     "compare_with_transformers": r"('.+': equal\n){3}",
     "tools": r"get_weather \{'town': '(Oslo|Rome)'\}\n",
     "grpo": (
-        r"2 updates: reward 0\.\d+\n"
+        r"3 updates: reward 0\.\d+\n"
         r"largest difference of log-probabilities between trainer and rollout: 0\.0\n"
         r"seconds: rollouts \d+\.\d, gradients \d+\.\d, weight updates \d+\.\d; .+ \d+\.\d\n"
         r"(\w+: [01]\.\d{3} -> [01]\.\d{3} of 3 questions\n){11}"
     ),
 }
-MOST_LINES = {"grpo": 180}  # of an example, where it is not 40
+MOST_LINES = {"grpo": 185}  # of an example, where it is not 40
 NOTEBOOK = FOLDER / "colab.ipynb"
 HOSTS = ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE")
 CUDA_PACKAGES = [
@@ -102,7 +102,7 @@ def test_example_of_tools_with_a_server() -> None:
 
 
 def test_example_that_trains(tmp_path: Path) -> None:
-    sizes = ("--minutes", "1", "--updates", "2", "--questions", "3")
+    sizes = ("--minutes", "1", "--updates", "3", "--questions", "3")
     printed = run("-m", "scripts.examples.grpo", *sizes, "--out", str(tmp_path), "--seed", "1")
     assert re.fullmatch(PRINTS["grpo"], printed), printed
     weights = [load_file(folder / WEIGHTS) for folder in (bundled_model(), tmp_path)]

@@ -2,10 +2,10 @@
 
     python -m scripts.examples.grpo --minutes 10 --out DIR --seed 0
 
-Trains the bundled model on one of its tasks. Half of the prompts belong to the other tasks, whose
-accuracy would fall otherwise. The completions of a prompt are a group. A completion has the reward
-1 if it is the expected answer, else 0. Its advantage is the reward less the mean of the group, over
-the standard deviation. Groups of equal rewards are dropped.
+Trains the bundled model on one of its tasks. A third of the prompts belong to the other tasks, more
+to those with more errors, so that the model keeps them. The completions of a prompt are a group. A
+completion has the reward 1 if it is the expected answer, else 0. Its advantage is the reward less
+the mean of the group, over the standard deviation. Groups of equal rewards are dropped.
 
 Correct completions of a prompt are equal, so a gradient has one row for each group, with the sum of
 their advantages. Wrong completions are left out. The gradients of the log-probabilities of all
@@ -133,9 +133,8 @@ def train(llm: LLM, params: Any, task: str, seed: int, minutes: float, updates: 
         if part >= 1:
             break
         with timed("rollouts"):
-            # The longer of two prompts, which is often the harder one.
             pairs = [(next(draws[task]), next(draws[task])) for _ in range(PROMPTS)]
-            questions = [max(pair, key=lambda question: len(question.prompt)) for pair in pairs]
+            questions = [max(pair, key=lambda one: len(one.prompt)) for pair in pairs]  # harder
             others = rng.choices([*wrong], [share + 0.02 for share in wrong.values()], k=OTHERS)
             questions += [next(draws[name]) for name in others]
             rollout, rewards = sample(llm, questions, sampling)
