@@ -2,7 +2,7 @@
 
     python -m scripts.examples.grpo --minutes 10 --out DIR --seed 0
 
-Trains the bundled model on one of its tasks. A third of the prompts belong to the other tasks, more
+Trains the bundled model on one of its tasks. Two fifths of the prompts belong to other tasks, more
 to those with more errors, so that the model keeps them. The completions of a prompt are a group. A
 completion has the reward 1 if it is the expected answer, else 0. Its advantage is the reward less
 the mean of the group, over the standard deviation. Groups of equal rewards are dropped.
@@ -39,10 +39,10 @@ from scripts.demo_model.tasks import STRETCHABLE, TASKS, Task, check, stream
 from scripts.lib.argument_types import at_least, new_folder, script_parser
 from scripts.lib.run_main import run_main
 
-PROMPTS, OTHERS, GROUP = 96, 48, 8  # of the task, of all others, and completions of a prompt
-ROWS, LENGTH = 64, 48  # of every gradient, which is thus compiled once
-WORDS = (4, 16)  # of a prompt whose length can be chosen
-RATE, WARM_UP = 1e-3, 0.05
+PROMPTS, OTHERS, GROUP = 96, 64, 8  # of the task, of all others, and completions of a prompt
+ROWS, LENGTH = 64, 64  # of every gradient, which is thus compiled once
+WORDS = (4, 28)  # of a prompt whose length can be chosen
+RATE, WARM_UP = 8e-4, 0.05
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98))
 REPORTED = 20  # updates between two lines of output
 WEIGHTS = "model.safetensors"
@@ -135,7 +135,7 @@ def train(llm: LLM, params: Any, task: str, seed: int, minutes: float, updates: 
         with timed("rollouts"):
             pairs = [(next(draws[task]), next(draws[task])) for _ in range(PROMPTS)]
             questions = [max(pair, key=lambda one: len(one.prompt)) for pair in pairs]  # harder
-            others = rng.choices([*wrong], [share + 0.02 for share in wrong.values()], k=OTHERS)
+            others = rng.choices([*wrong], [share + 0.05 for share in wrong.values()], k=OTHERS)
             questions += [next(draws[name]) for name in others]
             rollout, rewards = sample(llm, questions, sampling)
             for name, reward in zip(others, rewards[PROMPTS:].mean(axis=1), strict=True):
