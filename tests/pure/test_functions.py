@@ -10,9 +10,9 @@ import pytest
 import torch
 from flax import nnx
 
-import jaxserve
 from jaxserve import InvalidRequest, SamplingParams, UnsupportedModel
 from jaxserve.models import read_model_config
+from jaxserve.pure import functions as pure
 from jaxserve.weights import load_weights
 from jaxserve.weights.safetensors import read_header, read_tensor
 from tests.models.tiny_models import hugging_face_model, save
@@ -38,10 +38,8 @@ def test_logits_and_hidden_states_are_those_of_transformers(model: Any) -> None:
     with torch.no_grad():
         output = reference(torch.tensor(TOKENS), output_hidden_states=True)
     layers = range(len(output.hidden_states))
-    found = np.asarray(
-        jaxserve.hidden_states(params, TOKENS, LENGTHS, reference.config, layers=layers)
-    )
-    logits = np.asarray(jaxserve.logits(params, TOKENS, LENGTHS, folder))
+    found = np.asarray(pure.hidden_states(params, TOKENS, LENGTHS, reference.config, layers=layers))
+    logits = np.asarray(pure.logits(params, TOKENS, LENGTHS, folder))
     wanted = np.stack([state.numpy() for state in output.hidden_states])
     for row, length in enumerate(LENGTHS):
         near = {"rtol": 0, "atol": 1e-4}
@@ -49,17 +47,17 @@ def test_logits_and_hidden_states_are_those_of_transformers(model: Any) -> None:
         np.testing.assert_allclose(logits[row, :length], output.logits[row, :length], **near)
         assert not found[:, row, length:].any()
         assert not logits[row, length:].any()
-    last = jaxserve.hidden_states(params, TOKENS, LENGTHS, folder)
+    last = pure.hidden_states(params, TOKENS, LENGTHS, folder)
     np.testing.assert_array_equal(last, found[-1])
-    chosen = jaxserve.hidden_states(params, TOKENS, LENGTHS, folder, layers=(-1, 1))
+    chosen = pure.hidden_states(params, TOKENS, LENGTHS, folder, layers=(-1, 1))
     np.testing.assert_array_equal(chosen, found[[-1, 1]])
 
 
 def test_processed_log_probabilities_are_those_of_the_oracle(model: Any) -> None:
     """After temperature, min_p, top_k and top_p, -inf for excluded tokens."""
     folder, params, _ = model
-    logits = np.asarray(jaxserve.logits(params, TOKENS, LENGTHS, folder), np.float64)
-    found = np.asarray(jaxserve.logprobs(params, TOKENS, LENGTHS, folder, processed=SETTINGS))
+    logits = np.asarray(pure.logits(params, TOKENS, LENGTHS, folder), np.float64)
+    found = np.asarray(pure.logprobs(params, TOKENS, LENGTHS, folder, processed=SETTINGS))
     wanted = np.zeros_like(found)
     for row, length in enumerate(LENGTHS):
         for place in range(length - 1):
@@ -81,9 +79,9 @@ def test_wrong_arguments_are_refused(model: Any) -> None:
     ]
     for tokens, lengths, options, message in bad:
         with pytest.raises(InvalidRequest, match=message):
-            jaxserve.hidden_states(params, tokens, lengths, folder, **options)
+            pure.hidden_states(params, tokens, lengths, folder, **options)
     with pytest.raises(InvalidRequest, match="config is a int"):
-        jaxserve.logprobs(params, TOKENS, LENGTHS, 3)
+        pure.logprobs(params, TOKENS, LENGTHS, 3)
     quantized = load_weights(folder, read_model_config(folder), np.float32, quantization="int8")
     with pytest.raises(UnsupportedModel, match=r"layers\.0\.attention\.out is quantized"):
-        jaxserve.logprobs(nnx.state(quantized), TOKENS, LENGTHS, folder)
+        pure.logprobs(nnx.state(quantized), TOKENS, LENGTHS, folder)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxserve
 from jaxserve.errors import UnsupportedModel
 from jaxserve.models import ModelConfig, read_model_config
+from jaxserve.pure import functions as pure
 from jaxserve.weights import load_weights
 from tests.models.cases import CASES, family_of
 from tests.models.tiny_models import hugging_face_model, save
@@ -45,7 +45,7 @@ class Batch:
 
     def loss(self, config: ModelConfig) -> Callable[[Any], jax.Array]:
         def loss(params: Any) -> jax.Array:
-            found = jaxserve.logprobs(params, self.tokens, self.lengths, config)
+            found = pure.logprobs(params, self.tokens, self.lengths, config)
             return (self.weights * found).sum()
 
         return loss
@@ -117,14 +117,14 @@ def test_transformations(qwen: tuple[Path, dict[str, Any]]) -> None:
 
     def by_rows(params: Any) -> jax.Array:
         def row(tokens: jax.Array, length: jax.Array) -> jax.Array:
-            return jaxserve.logprobs(params, tokens[None], length[None], config)[0]
+            return pure.logprobs(params, tokens[None], length[None], config)[0]
 
         return (batch.weights * jax.vmap(row)(batch.tokens, batch.lengths)).sum()
 
     def of_rows(params: Any) -> Any:
         def row(tokens: jax.Array, length: jax.Array, weights: jax.Array) -> Any:
             def loss(params: Any) -> jax.Array:
-                found = jaxserve.logprobs(params, tokens[None], length[None], config)[0]
+                found = pure.logprobs(params, tokens[None], length[None], config)[0]
                 return (weights * found).sum()
 
             return jax.grad(loss)(params)

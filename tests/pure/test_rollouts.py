@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-import jaxserve
 from jaxserve import LLM, SamplingParams
+from jaxserve.pure import functions as pure
 from tests.models.cases import transformers_model
 from tests.models.tiny_models import save
 
@@ -72,7 +72,7 @@ def test_a_rollout_has_the_same_bits(tmp_path: Path, case: str, dtype: str, rows
     tokens = np.zeros((rows, lengths.max()), np.int32)
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = sequence
-    found = np.asarray(jaxserve.logprobs(params, tokens, lengths, tmp_path))
+    found = np.asarray(pure.logprobs(params, tokens, lengths, tmp_path))
     assert found.dtype == np.float32
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         output = answer.outputs[0]
