@@ -2,15 +2,15 @@
 
     python -m scripts.examples.grpo --minutes 10 --out DIR --seed 0
 
-Trains the bundled model on one of its tasks. Two fifths of the prompts belong to other tasks, more
-to those with more errors, so that the model keeps them. The completions of a prompt are a group. A
-completion has the reward 1 if it is the expected answer, else 0. Its advantage is the reward less
-the mean of the group, over the standard deviation. Groups of equal rewards are dropped.
+Trains the bundled model on one of its tasks. Two fifths of the prompts belong to other tasks, so
+that the model keeps them. Tasks with more errors have more prompts. The completions of a prompt are
+a group. A completion has the reward 1 if it is the expected answer, else 0. Its advantage is the
+reward less the mean of the group, over the standard deviation. Groups of equal rewards are dropped.
 
 Correct completions of a prompt are equal, so a gradient has one row for each group, with the sum of
 their advantages. Wrong completions are left out. The gradients of the log-probabilities of all
-completions, weighted by probability, sum to zero, so the wrong ones add noise, and on average the
-direction of the correct ones.
+completions, weighted by probability, sum to zero. The wrong ones would therefore add noise, and on
+average the direction of the correct ones.
 """
 
 from __future__ import annotations
