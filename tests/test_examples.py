@@ -15,7 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
+from jaxserve import LLM, SamplingParams
+from jaxserve.settings.config import bundled_model
+from scripts.examples.grpo import WEIGHTS
 from tests.support.kept_programs import users_environment
 from tests.support.live_server import SMALL, Server
 from tests.support.notebook import code_cells
@@ -35,8 +39,14 @@ PRINTS = {
     "score_text": r"'e-n-o-t-s': 1\.\d, .+\n'e-n-o-s-t': [1-9]\d+\.\d, least likely 't'\n",
     "compare_with_transformers": r"('.+': equal\n){3}",
     "tools": r"get_weather \{'town': '(Oslo|Rome)'\}\n",
+    "grpo": (
+        r"3 updates: reward 0\.\d+\n"
+        r"largest difference of log-probabilities between trainer and rollout: 0\.0\n"
+        r"seconds: rollouts \d+\.\d, gradients \d+\.\d, weight updates \d+\.\d; .+ \d+\.\d\n"
+        r"(\w+: [01]\.\d{3} -> [01]\.\d{3} of 3 questions\n){11}"
+    ),
 }
-MOST_LINES = 40
+MOST_LINES = {"grpo": 185}  # of an example, where it is not 40
 NOTEBOOK = FOLDER / "colab.ipynb"
 HOSTS = ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE")
 CUDA_PACKAGES = [
@@ -51,7 +61,7 @@ for name in sys.argv[1:]:
     print(f"== {name}", flush=True)
     runpy.run_module(f"scripts.examples.{name}", run_name="__main__")
 """
-ALONE = "offline"  # runs as its page says, like `tools`
+ALONE = ("offline", "tools", "grpo")  # run as their pages say, each in a process of its own
 
 
 def run(*words: str) -> str:
@@ -69,20 +79,20 @@ def run(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def printed() -> dict[str, str]:
-    """Return the output of each example that needs no server, by name."""
-    names = sorted(PRINTS.keys() - {"tools", ALONE})
+    """Return the output of each example that runs with the others, by name."""
+    names = sorted(PRINTS.keys() - {*ALONE})
     _, *parts = run("-c", RUNS, *names).split("== ")
     return dict(part.split("\n", 1) for part in parts)
 
 
-@pytest.mark.parametrize("name", sorted(PRINTS.keys() - {"tools", ALONE}))
+@pytest.mark.parametrize("name", sorted(PRINTS.keys() - {*ALONE}))
 def test_example(name: str, printed: dict[str, str]) -> None:
     assert re.fullmatch(PRINTS[name], printed[name]), printed[name]
 
 
 def test_example_in_a_process_of_its_own() -> None:
-    printed = run("-m", f"scripts.examples.{ALONE}")
-    assert re.fullmatch(PRINTS[ALONE], printed), printed
+    printed = run("-m", "scripts.examples.offline")
+    assert re.fullmatch(PRINTS["offline"], printed), printed
 
 
 def test_example_of_tools_with_a_server() -> None:
@@ -91,12 +101,25 @@ def test_example_of_tools_with_a_server() -> None:
     assert re.fullmatch(PRINTS["tools"], printed), printed
 
 
+def test_example_that_trains(tmp_path: Path) -> None:
+    sizes = ("--minutes", "1", "--updates", "3", "--questions", "3")
+    printed = run("-m", "scripts.examples.grpo", *sizes, "--out", str(tmp_path), "--seed", "1")
+    assert re.fullmatch(PRINTS["grpo"], printed), printed
+    weights = [load_file(folder / WEIGHTS) for folder in (bundled_model(), tmp_path)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all((weights[0][name] != weights[1][name]).any() for name in weights[0])
+    question = [{"role": "user", "content": "Reverse: s-t-o-n-e"}]
+    with LLM(tmp_path) as llm:
+        [output] = llm.chat(question, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+    assert output.outputs[0].text == "e-n-o-t-s"
+
+
 def test_every_example_is_run_and_short() -> None:
     files = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
     files.pop("__init__")
     assert files.keys() == PRINTS.keys()
     for name, text in files.items():
-        assert text.count("\n") <= MOST_LINES, name
+        assert text.count("\n") <= MOST_LINES.get(name, 40), name
 
 
 def test_the_notebook_is_short_and_keeps_no_outputs() -> None:
@@ -107,7 +130,7 @@ def test_the_notebook_is_short_and_keeps_no_outputs() -> None:
     assert len({cell["id"] for cell in cells}) == len(cells)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-    assert all(len(cell["source"]) <= MOST_LINES for cell in cells)
+    assert all(len(cell["source"]) <= 40 for cell in cells)
 
 
 class Host:

@@ -127,6 +127,7 @@ KEPT = (
     "tests/real/test_text.py",
     "tests/real/test_tokens.py::test_greedy_answers[smollm2]",
     "tests/structured/test_schema_faults.py",
+    "tests/test_examples.py::test_example_that_trains",
     "tests/weights/test_bad_checkpoints.py",
     "tests/weights/test_bad_gguf.py",
 )
