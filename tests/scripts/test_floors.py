@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "gpu": (),
     "demo_model": (),
     "live_demo": ("demo_model",),
-    "examples": (),
+    "examples": ("demo_model",),
     "deploy": (),
     "machine_code": (),
 }
