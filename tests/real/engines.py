@@ -50,12 +50,15 @@ def make_engine(loaded: Loaded, pages: int | None = None, **config: Any) -> Engi
     """Return an engine over compiled programs, of which only one may be in use at a time.
 
     Args:
-        pages: how many of the cache's it may use, if not all.
+        pages: how many blocks of all kinds of pages it may use, if not all.
         **config: fields of EngineConfig that no program depends on.
     """
     engine = Engine(replace(loaded, config=replace(loaded.config, **config)))
     if pages is not None:
-        engine.pool.__init__(pages, loaded.config.block_size)
+        kinds = engine.slots.kinds
+        parts = sum(kind.num_pages for kind in kinds)
+        most = min(pages * parts, engine.pool.num_pages)
+        engine.pool.__init__(most, loaded.config.block_size, kinds)
     return engine
 
 
