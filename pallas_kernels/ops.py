@@ -113,7 +113,9 @@ def _attention_forward(
 def _attention_backward(operands: Any, g: jax.Array) -> tuple[AttentionArrays, Any]:
     arrays, options, out = operands
     if options.k_scale is not None:
-        raise NotImplementedError("attention over pages with scales has no derivatives")
+        raise ValueError(
+            "attention over pages with scales has no derivatives; allowed: pages without scales"
+        )
     found = attention_gradient(arrays, options, out, g)
     none: Any = None
     by_arrays = AttentionArrays(found.q, found.k_pages, found.v_pages, none, none, none)

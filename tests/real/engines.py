@@ -55,10 +55,10 @@ def make_engine(loaded: Loaded, pages: int | None = None, **config: Any) -> Engi
     """
     engine = Engine(replace(loaded, config=replace(loaded.config, **config)))
     if pages is not None:
-        kinds = engine.slots.kinds
-        parts = sum(kind.num_pages for kind in kinds)
-        most = min(pages * parts, engine.pool.num_pages)
-        engine.pool.__init__(most, loaded.config.block_size, kinds)
+        pool, kinds = engine.pool, engine.slots.kinds
+        pages *= sum(kind.num_pages for kind in kinds)
+        pool.__init__(min(pages, pool.num_pages), pool.page_size, kinds)
+        engine.slots.block_pages = pool.block_pages  # which the scheduler has passed on
     return engine
 
 
