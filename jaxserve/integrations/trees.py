@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from jaxserve.errors import CheckpointError, UnsupportedModel
@@ -24,6 +23,7 @@ from jaxserve.models import ModelConfig, abstract_model, checkpoint_weights
 from jaxserve.models.weight_names import of_layer
 from jaxserve.models.weight_table import WeightName, dimensions
 from jaxserve.weights.fused_parameters import by_path
+from jaxserve.weights.memory import parameters_of_state
 from jaxserve.weights.model_weights import filled, parameters_of
 from jaxserve.weights.traced import arranged, replicated, values_of
 
@@ -278,19 +278,15 @@ def flat(state: Any) -> dict[str, Any]:
         state: an `nnx.State`, whose variables that are no `nnx.Param` are left out, or nested or
             flat mappings with arrays. Arrays in pinned host memory become arrays of NumPy.
     """
-    values: dict[str, Any] = {}
-    leaves = tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    for place, leaf in leaves:
-        path = keystr(place, simple=True, separator=".")
-        if path.startswith(TOWERS) or (
-            isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Param)
-        ):
-            continue
-        value: Any = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-        sharding = getattr(value, "sharding", None)
-        is_pinned = getattr(sharding, "memory_kind", None) == "pinned_host"
-        values[path] = np.asarray(value) if is_pinned else value
-    return values
+    state = nnx.filter_state(state, nnx.Param) if isinstance(state, nnx.State) else state
+    values = parameters_of_state(state)
+    return {p: _readable(value) for p, value in values.items() if not p.startswith(TOWERS)}
+
+
+def _readable(value: Any) -> Any:
+    sharding = getattr(value, "sharding", None)
+    is_pinned = getattr(sharding, "memory_kind", None) == "pinned_host"
+    return np.asarray(value) if is_pinned else value
 
 
 def with_lora(

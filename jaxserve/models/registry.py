@@ -1,7 +1,9 @@
 """The table of all families, and functions that look up a model's architecture in it."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.errors import UnsupportedModel
+from jaxserve.errors import InvalidRequest, UnsupportedModel
 from jaxserve.models.config.fields import shown
 from jaxserve.models.config.model_config import ModelConfig
 from jaxserve.models.config.quantization import MODELOPT_FILE, modelopt_fields
@@ -162,6 +164,30 @@ def read_config_fields(directory: str | Path) -> dict[str, Any]:
         if modelopt.get("quant_algo", "") is not None:  # null: the weights are not quantized
             raw = raw | {QUANTIZATION: modelopt}
     return raw
+
+
+def config_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a config.json from any description of them.
+
+    Args:
+        config: the fields as a mapping, a folder with config.json, or a configuration of
+            Transformers.
+
+    Raises:
+        InvalidRequest: `config` is of another type.
+        CheckpointError: see `read_config_fields`.
+    """
+    if isinstance(config, str | PathLike):
+        return read_config_fields(Path(config))
+    if isinstance(config, Mapping):
+        return json.loads(json.dumps(dict(config)))
+    if hasattr(config, "to_json_string"):
+        return json.loads(config.to_json_string())  # what save_pretrained writes
+    raise InvalidRequest(
+        f"config is a {type(config).__name__}; allowed: a mapping with the fields of config.json, "
+        "a folder, or a configuration of Transformers",
+        "config",
+    )
 
 
 def parse_model_config(raw: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:

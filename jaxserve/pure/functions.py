@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -17,7 +16,13 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxserve.errors import InvalidRequest, UnsupportedModel
-from jaxserve.models import Decoder, ModelConfig, parse_model_config, read_model_config
+from jaxserve.models import (
+    Decoder,
+    ModelConfig,
+    config_fields,
+    parse_model_config,
+    read_model_config,
+)
 from jaxserve.models.layers import Residual
 from jaxserve.pure.rows import added_stream, over_rows, without_gradient
 from jaxserve.pure.scores import Processing, Scorer
@@ -241,17 +246,9 @@ def model_config_of(config: Config) -> ModelConfig:
     """
     if isinstance(config, ModelConfig):
         return config
-    if isinstance(config, Mapping):
-        return parse_model_config(config)
     if isinstance(config, str | PathLike):
         return read_model_config(Path(config))
-    if hasattr(config, "to_json_string"):
-        return parse_model_config(json.loads(config.to_json_string()))
-    raise InvalidRequest(
-        f"config is a {type(config).__name__}; allowed: a mapping, a folder, or a configuration of "
-        "Transformers",
-        "config",
-    )
+    return parse_model_config(config_fields(config))
 
 
 def _dtype_of(params: Params) -> np.dtype:

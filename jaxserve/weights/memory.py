@@ -104,8 +104,8 @@ def checkpoint_of(params: Any, is_part: bool = False, traced: bool = False) -> C
     return Checkpoint(Path(NAME), tensors, whole=True, is_part=is_part)
 
 
-def parameters_of_state(state: nnx.State) -> dict[str, Any]:
-    """Return the values of a module's state by the paths of its parameters."""
+def parameters_of_state(state: nnx.State | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a module's state, or of nested mappings, by the paths of parameters."""
     leaves = tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
     return {
         keystr(path, simple=True, separator="."): (

@@ -46,11 +46,10 @@ RATE, WARM_UP = 8e-4, 0.05
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98))
 REPORTED = 20  # updates between two lines of output
 WEIGHTS = "model.safetensors"
-seconds: dict[str, float] = defaultdict(float)
 
 
 @contextmanager
-def timed(part: str) -> Iterator[None]:
+def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
     """Add the time of a block to the seconds of a part."""
     began = time.monotonic()
     yield
@@ -120,6 +119,7 @@ def update(
 
 def train(llm: LLM, params: Any, task: str, seed: int, minutes: float, updates: int | None) -> Any:
     """Return the weights after `minutes`, or after `updates`. The engine has the same."""
+    seconds: dict[str, float] = defaultdict(float)
     rng, state = random.Random(seed), OPTIMIZER.init(params)
     draws = {
         name: stream(name, rng, "train", WORDS if name in STRETCHABLE else None) for name in TASKS
@@ -132,7 +132,7 @@ def train(llm: LLM, params: Any, task: str, seed: int, minutes: float, updates: 
         part = (time.monotonic() - began) / (60 * minutes)
         if part >= 1:
             break
-        with timed("rollouts"):
+        with timed(seconds, "rollouts"):
             pairs = [(next(draws[task]), next(draws[task])) for _ in range(PROMPTS)]
             questions = [max(pair, key=lambda one: len(one.prompt)) for pair in pairs]  # harder
             others = rng.choices([*wrong], [share + 0.05 for share in wrong.values()], k=OTHERS)
@@ -142,16 +142,18 @@ def train(llm: LLM, params: Any, task: str, seed: int, minutes: float, updates: 
                 wrong[name] += 0.05 * (1 - reward - wrong[name])
             tokens, lengths, weights, sampled = batch_of(rollout, rewards)
         rate = RATE * min(part / WARM_UP, 1) * (1 + math.cos(math.pi * part)) / 2
-        with timed("gradients"):
+        with timed(seconds, "gradients"):
             params, state, scores = update(params, state, rate, tokens, lengths, weights)
             scores = np.where(weights > 0, scores, sampled)
             difference = max(difference, float(np.abs(scores - sampled).max()))
-        with timed("weight updates"):
+        with timed(seconds, "weight updates"):
             llm.update_weights(params)
         means.append(float(rewards[:PROMPTS].mean()))
         if len(means) % REPORTED == 0 or len(means) == updates:
             print(f"{len(means)} updates: reward {np.mean(means[-REPORTED:]):.3f}", flush=True)
     print(f"largest difference of log-probabilities between trainer and rollout: {difference}")
+    parts = ", ".join(f"{part} {spent:.1f}" for part, spent in seconds.items())
+    print(f"seconds: {parts}; processor time of the process {time.process_time():.1f}")
     return params
 
 
@@ -169,8 +171,6 @@ def main() -> None:
         before = accuracies(llm, args.questions)
         params = {name: jnp.asarray(tensor) for name, tensor in files.items()}
         params = train(llm, params, args.task, args.seed, args.minutes, args.updates)
-    parts = ", ".join(f"{part} {spent:.1f}" for part, spent in seconds.items())
-    print(f"seconds: {parts}; processor time of the process {time.process_time():.1f}")
     shutil.copytree(bundled_model(), args.out, ignore=lambda *_: ["README.md"], dirs_exist_ok=True)
     save_file({name: np.asarray(params[name]) for name in params}, args.out / WEIGHTS)
     with LLM(args.out) as llm:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from flax import nnx
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.models import parse_model_config, read_config_fields
+from jaxserve.models import config_fields, parse_model_config
 from jaxserve.settings.config import EngineConfig
 from jaxserve.settings.overrides import overridden
 from jaxserve.start.sources.find import divided, ties
@@ -73,19 +73,8 @@ def params_source(params: Any, config: Any, tokenizer: Any, settings: EngineConf
         InvalidRequest: `config` or `tokenizer` is of another type.
         CheckpointError, UnsupportedModel: the configuration or an array cannot be used.
     """
-    generation: dict[str, Any] = {}
-    if isinstance(config, str | Path):
-        fields, generation = read_config_fields(Path(config)), read_generation_config(config)
-    elif isinstance(config, dict):
-        fields = json.loads(json.dumps(config))
-    elif hasattr(config, "to_json_string"):
-        fields = json.loads(config.to_json_string())  # what save_pretrained writes
-    else:
-        raise InvalidRequest(
-            f"config is a {type(config).__name__}; allowed: a dict with the fields of config.json, "
-            "a folder, or a configuration of Transformers",
-            "config",
-        )
+    fields = config_fields(config)
+    generation = read_generation_config(Path(config)) if isinstance(config, str | PathLike) else {}
     is_tokenizer = hasattr(tokenizer, "backend_tokenizer")
     if tokenizer is not None and not isinstance(tokenizer, str | Path) and not is_tokenizer:
         raise InvalidRequest(
